@@ -16,9 +16,8 @@ from proxy.image_fetch import ImageFetcher
 from proxy.metrics import Metrics
 from proxy.monitoring.store import timed_store
 from proxy.settings import Settings, proof_folder
-from proxy.stores.fleet_state import StoredState
+from proxy.stores.fleet_state import StoredChanges, StoredState
 from proxy.stores.guarded import GuardedStore
-from proxy.stores.replica_changes import StoredChanges
 from proxy.stores.urls import make_store
 from proxy.turn.model_aliases import ModelAliases, parse_alias
 from proxy.turn.running import RunningRequests
@@ -77,7 +76,7 @@ def make_membership(
     return Membership(
         services.fleet,
         make_replica,
-        Changes(StoredChanges(services.store, _fleet_of(settings))),
+        Changes(StoredChanges(services.history.store, _fleet_of(settings))),
         settings.upstreams,
         settings.upstreams_file,
         settings.watch_interval_s,

@@ -15,6 +15,7 @@ import base64
 import binascii
 import hmac
 import logging
+import os
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
@@ -29,6 +30,8 @@ from proxy.turn.request import ChatRequest
 
 log = logging.getLogger("tokenproxy")
 
+_SECRET, _SECRET_BYTES = "secret", 32
+"""Space of the secret in a store."""
 _TURN_BYTES, _ITEM_BYTES, _SIGNATURE_BYTES = 16, 2, 12
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{40}")
 """A token has 30 bytes, which are 40 characters."""
@@ -115,6 +118,12 @@ def is_unique(call_id: str) -> bool:
     return _UNIQUE.fullmatch(call_id) is not None
 
 
+async def _secret(store: Store) -> bytes:
+    """The same for all processes that share a store; made at the first call. Raises StoreError."""
+    await store.put(_SECRET, "", os.urandom(_SECRET_BYTES), before=None)
+    return (await store.get(_SECRET, [""]))[""]
+
+
 class Echoes:
     """Finds out which turns the tokens of a request name. One per application."""
 
@@ -131,7 +140,7 @@ class Echoes:
         """Makes and reads tokens; None while the store does not respond."""
         if self._signer is None:
             try:
-                self._signer = Signer(await self._store.secret())
+                self._signer = Signer(await _secret(self._store))
             except StoreError as error:
                 self._report("responses carry no tokens of their turns", error)
         return self._signer

@@ -50,7 +50,7 @@ async def match_ids(matcher: Matcher, prompt: bytes, scope: Scope, rollout: str 
     keys = prefix_keys(scope, pack_prompt(prompt))
     for start in range(0, len(keys), _LOOKUP):
         part = keys[start : start + _LOOKUP]
-        found = await matcher.store.find(part, rollout or scope.rollout)
+        found = await matcher.store.find(part)
         for key in part:
             turn = await _longest(matcher, found.get(key), prompt, rollout)
             if turn is None:
@@ -58,7 +58,7 @@ async def match_ids(matcher: Matcher, prompt: bytes, scope: Scope, rollout: str 
             if rollout is not None:
                 return Match(turn)
             digest: bytes = turn.hasher.digest()
-            return await matcher.take_equal(turn, _whole_key(scope, digest), digest, scope.rollout)
+            return await matcher.take_equal(turn, _whole_key(scope, digest), digest)
     return Match()
 
 
@@ -67,7 +67,7 @@ async def _longest(
 ) -> CachedTurn | None:
     candidates = [each for group in found.groups for each in group.candidates] if found else []
     return await matcher.longest_of(
-        [each.turn for each in candidates if rollout in (None, each.rollout)], prompt
+        [each.turn for each in candidates if each.turn and rollout in (None, each.rollout)], prompt
     )
 
 

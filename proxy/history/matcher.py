@@ -13,7 +13,6 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import NamedTuple
-from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -23,7 +22,7 @@ from proxy.history.candidates import all_listed, complete, continues, count_turn
 from proxy.history.conversation import Conversation
 from proxy.history.prompt_image import PromptImage
 from proxy.history.scope import Scope, changed_part
-from proxy.history.store import FOUND_AT_MOST, Candidate, CandidateGroup, Found, Store
+from proxy.history.store import FOUND_AT_MOST, CandidateGroup, Found, Store
 from proxy.history.text_index import KINDS, content_key, text_keys
 from proxy.history.turn import Turn, pack_ids
 from proxy.history.vocabulary import Reason
@@ -46,6 +45,8 @@ class Match:
     """The reason if no turn was found, or not for all of the history."""
     candidates: int = 0
     """Number of recorded turns with this text, with any ids."""
+    shared: bool = False
+    """Whether several rollouts hold this conversation, so that the request may belong to another one."""
     same_rollout: bool = True
     """Whether the request belongs to the rollout of `turn`. If not, only the ids are reused."""
     claimed: bool = False
@@ -65,11 +66,6 @@ class _Search(NamedTuple):
     """Only turns of this rollout; None for all in the scope."""
     echoed: Mapping[int, str]
     """The turns that the client names, by the indexes of their messages."""
-
-    @property
-    def place(self) -> str | None:
-        """The only rollout that can hold the turn; None if any can."""
-        return self.rollout or self.scope.rollout
 
 
 class _Fit(NamedTuple):
@@ -91,7 +87,6 @@ class Matcher:
         self.store = store
         self._cache = cache
         self._executor = executor
-        self._claiming: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
     async def match(
         self,
@@ -185,18 +180,17 @@ class Matcher:
                 best = [*best, turn] if best and turn.count == best[0].count else [turn]
         return best
 
-    async def take_equal(self, turn: CachedTurn, key: bytes, ids: bytes, rollout: str | None = None) -> Match:
+    async def take_equal(self, turn: CachedTurn, key: bytes, ids: bytes) -> Match:
         """The match of a turn that was found by its ids; if several rollouts hold them, with an open turn.
 
         Args:
             key: of the index; finds all turns with these ids.
             ids: its `ids_digest`.
-            rollout: the only one that can hold them; None if any can.
 
         Raises:
             StoreError: the store does not respond.
         """
-        found = (await self.store.find([key], rollout)).get(key)
+        found = (await self.store.find([key])).get(key)
         for group in found.groups if found is not None else ():
             if group.ids == ids:
                 return await self._take(_Fit(key, group, turn, False), Match(turn, candidates=group.total))
@@ -219,7 +213,7 @@ class Matcher:
     async def _look_up(self, ends: Sequence[int], search: _Search) -> tuple[Match, int] | None:
         """The match at the first of these ends that has one."""
         keys = {end: text_keys(search.scope, search.conversation, end) for end in ends}
-        found = await self.store.find([key for of_end in keys.values() for key in of_end], search.place)
+        found = await self.store.find([key for of_end in keys.values() for key in of_end])
         for end in ends if found else ():
             hits = [(key, found.get(key)) for key in keys[end]]
             match = await self._choose(hits, search, end)
@@ -240,23 +234,35 @@ class Matcher:
         )
         for kind, (key, hits), of_kind in zip(KINDS, found, groups, strict=False):
             fitting: list[_Fit] = []
+            unknown = False
             for group in of_kind:
-                turn = await self.load(group.candidates[0].turn) if group.candidates else None
+                turn = await self._first_loaded(group)
+                # evicted, or lost with its server: it may be the one that is meant
+                unknown = unknown or (turn is None and group.candidates != [])
                 repaired = continues(conversation, end, turn, kind) if turn else None
                 if turn is not None and repaired is not None:
                     fitting.append(_Fit(key, group, turn, repaired))
+            if not fitting and unknown:
+                return Match(None, end, Reason.EVICTED, candidates)
             if not fitting:
                 continue
             before = conversation.strict_before(end)
             best = [fit for fit in fitting if fit.turn.spelling_before == before] or fitting
             named = await self._named(fitting, search, end) if end in search.echoed else None
-            if named is None and (len(best) > 1 or not all_listed(hits)):
+            if named is None and (len(best) > 1 or unknown or not all_listed(hits)):
                 return Match(None, end, Reason.AMBIGUOUS, candidates)
             repaired = (named or best[0]).repaired
             edited = end != conversation.ends[0]
             reason = Reason.HISTORY_EDITED if edited else Reason.CALL_REPAIRED if repaired else None
             match = Match((named or best[0]).turn, end, reason, candidates)
             return match if named is not None else await self._take(best[0], match)
+        return None
+
+    async def _first_loaded(self, group: CandidateGroup) -> CachedTurn | None:
+        """One of the turns of a group; None if all are gone."""
+        for candidate in group.candidates:
+            if candidate.turn and (turn := await self.load(candidate.turn)) is not None:
+                return turn
         return None
 
     async def _named(self, fitting: Sequence["_Fit"], search: _Search, end: int) -> "_Fit | None":
@@ -291,31 +297,15 @@ class Matcher:
         group = fit.group
         if complete(group) and len({candidate.rollout for candidate in group.candidates}) == 1:
             return match
-        # one request at a time: others of this process would race for the same candidates
-        async with self._claiming.setdefault(group.ids, asyncio.Lock()):
-            # other processes may claim all that were found: then there may be more
-            while candidates := await self._open_candidates(fit):
-                for candidate in candidates:
-                    claimed = await self._claim(candidate.turn)
-                    if claimed is not None:
-                        return replace(match, turn=claimed, claimed=True)
-        return replace(match, same_rollout=False)
-
-    async def _claim(self, turn_id: str) -> CachedTurn | None:
-        """Claim one of the turns; None if others were faster. A failed or cancelled call claims none."""
-        claiming = asyncio.ensure_future(self.store.claim(turn_id))
-        try:
-            return await self.load(turn_id) if await asyncio.shield(claiming) else None
-        except BaseException:  # cancellation too: no other request could use a turn that stays claimed
-            if await claiming:
+        while (turn_id := await self.store.claim(fit.key, group.ids)) is not None:
+            try:
+                turn = await self.load(turn_id)
+            except BaseException:  # cancellation too: no other request could use a turn that stays claimed
                 await self.store.release(turn_id)
-            raise
-
-    async def _open_candidates(self, fit: "_Fit") -> list[Candidate]:
-        """The turns of a group that are still open."""
-        found = (await self.store.find([fit.key])).get(fit.key)
-        groups = [group for group in found.groups if group.ids == fit.group.ids] if found else []
-        return [candidate for group in groups for candidate in group.candidates if candidate.open]
+                raise
+            if turn is not None:
+                return replace(match, turn=turn, claimed=True, shared=True)
+        return replace(match, same_rollout=False, shared=True)
 
     async def _choose_in_rollout(self, search: _Search, end: int, rollout: str) -> Match | None:
         """The turn of a rollout that ends at one message, where `find` lists only some of the turns there."""
@@ -343,14 +333,17 @@ class Matcher:
         # after an eviction, the store no longer tells that the proxy chose the rollout's name
         scopes = [scope, replace(scope, session=None)]
         keys = [key for each in scopes for e in ends[:_LOOKUP] for key in text_keys(each, conversation, e)]
-        if await self.store.evicted(keys):
+        found = (await self.store.find(keys)).values()
+        if any(not each.turn for hits in found for group in hits.groups for each in group.candidates):
             return Reason.EVICTED
         own = conversation.messages[last]
         key = content_key(scope, conversation, last, own.message, own.distinctive)
-        hits = (await self.store.find([key], search.place)).get(key)
+        hits = (await self.store.find([key])).get(key)
         candidates = [each for group in hits.groups for each in group.candidates] if hits else []
-        candidates = [each for each in candidates if rollout in (None, each.rollout)][:_EXPLAINED]
-        paths = [path for each in candidates if (path := await self.store.path(each.turn))]
+        candidates = [each for each in candidates if each.turn and rollout in (None, each.rollout)][
+            :_EXPLAINED
+        ]
+        paths = [path for each in candidates[:_EXPLAINED] if (path := await self.store.path(each.turn))]
         if not paths:
             return Reason.NO_MATCH
         same_text = [

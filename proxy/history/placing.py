@@ -173,7 +173,14 @@ class Placer:
         else:
             rollout, explicit = session_id(request.tenant, new_id()), False
         return Placement(
-            session=Session(id=rollout, tenant=request.tenant, explicit=explicit, created=now, used=now),
+            session=Session(
+                id=rollout,
+                tenant=request.tenant,
+                explicit=explicit,
+                ambiguous=match.shared or match.reason is Reason.AMBIGUOUS,
+                created=now,
+                used=now,
+            ),
             scope=scope,
             conversation=conversation if request.record else None,
             new_rollout=request.session is None and (match.turn is None or not match.same_rollout),

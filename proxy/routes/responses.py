@@ -9,7 +9,7 @@ from proxy.dialects.responses.ids import is_response_id
 from proxy.dialects.responses.records import ResponseRecord, recall
 from proxy.dialects.responses.request import read_request
 from proxy.errors import BadRequest, EngineUnavailable, NotFound
-from proxy.history.store import StoreError, session_id
+from proxy.history.store import DOCUMENTS, StoreError, session_id
 from proxy.http import Request, Response, query_value
 from proxy.routes.base import Route
 from proxy.routes.large_bodies import parsed
@@ -64,7 +64,7 @@ class _Stored:
         if not asked:
             return {}
         try:
-            found = await self._history.store.documents.read(list(asked))
+            found = await self._history.store.get(DOCUMENTS, list(asked))
         except StoreError as error:
             raise EngineUnavailable(f"the store does not respond, try again later: {error}") from error
         return {asked[name]: content for name, content in found.items()}
@@ -72,7 +72,8 @@ class _Stored:
     async def keep(self, name: str, content: bytes) -> bool:
         """Store a document; False after a failure, which is logged and counted."""
         try:
-            await self._history.store.documents.keep(session_id(self._tenant, name), content)
+            store, document = self._history.store, session_id(self._tenant, name)
+            await store.put(DOCUMENTS, document, content, keep_s=store.limits.max_age_s, before=None)
         except StoreError as error:
             self._history.placer.report("a response is not stored", error)
             return False
@@ -96,12 +97,12 @@ class OneResponse(StoreRoute):
         name = _name(request)
         document = session_id(request.tenant, name)
         if request.method == "DELETE":
-            if not await services.history.store.documents.delete(document):
+            if await services.history.store.take(DOCUMENTS, document) is None:
                 raise _unknown(name)
             return 200, {"id": name, "object": "response", "deleted": True}
         if query_value(request, "stream", "false") == "true":
             raise BadRequest("`stream` is not supported: a stored response is complete", param="stream")
-        found = await services.history.store.documents.read([document])
+        found = await services.history.store.get(DOCUMENTS, [document])
         if document not in found:
             raise _unknown(name)
         return 200, msgspec.json.decode(found[document], type=ResponseRecord).response

@@ -4,8 +4,7 @@ It no longer counts as load of the replica that holds it, and its samples are in
 """
 
 from proxy.errors import BadRequest
-from proxy.history.feed import Cause
-from proxy.history.store import session_id
+from proxy.history.store import Cause, session_id
 from proxy.http import Request, query_value
 from proxy.routes.session_names import check_name, session_in_path
 from proxy.routes.store_route import StoreRoute
@@ -46,6 +45,6 @@ async def _end(name: str, request: Request, services: Services) -> dict[str, obj
     rollout = session_id(request.tenant, name)
     # first: it needs no store
     ended = services.fleet.conversations.end(rollout)
-    finished = await services.history.store.feed.finish(rollout, Cause.END)
+    finished = await services.history.store.finish(rollout, Cause.END)
     services.history.feed_watch.notify()
     return {"id": name, "object": "session", "ended": ended, "finished": finished}

@@ -33,9 +33,9 @@ def make_store(url: str, limits: Limits) -> Store:
         return SqliteStore(path, limits)
     if colon and scheme in _REDIS:
         # read only by those who use it: it takes longer than all the rest here
-        from proxy.stores.redis_stores import make_redis_store
+        from proxy.stores.redis import RedisStore
 
-        return make_redis_store(f"{_REDIS[scheme]}:{rest}", limits)
+        return RedisStore(f"{_REDIS[scheme]}:{rest}", limits)
     forms = "; ".join(f"{form} ({meaning})" for form, meaning in STORE_URLS.items())
     raise ValueError(f"no store has a URL like '{scheme}{colon}{'...' if rest else ''}'. There are: {forms}")
 

@@ -12,7 +12,7 @@ import pytest
 from proxy.fleet.changes import Changes, ChangesError, ReplicaChange, fleet_id
 from proxy.history.store import Store
 from proxy.settings import Settings
-from proxy.stores.replica_changes import StoredChanges
+from proxy.stores.fleet_state import StoredChanges
 from tests.support.fake_vllm import FakeVllm
 from tests.support.store_utils import opened
 from tests.support.tiny_model import TinyModel
@@ -198,8 +198,8 @@ async def test_what_was_read_before_a_change_does_not_undo_it(sqlite_url: str) -
 
 async def test_what_no_proxy_wrote_is_not_applied(sqlite_url: str, caplog: pytest.LogCaptureFixture) -> None:
     async with opened(sqlite_url) as store:
-        await store.change_replica("fleet", "http://user:secret@a:1", "added")
+        await store.put("replicas/fleet", "http://user:secret@a:1", b"added")
         changes = Changes(StoredChanges(store, "fleet"))
         await changes.refresh()
         assert changes.current == {}
-        assert "whose URL is none" in caplog.text and "secret" not in caplog.text
+        assert "invalid URL" in caplog.text and "secret" not in caplog.text

@@ -13,7 +13,7 @@ from proxy.fleet.membership import Membership, MembershipError, normalise_upstre
 from proxy.fleet.replica import Replica
 from proxy.history.store import Limits
 from proxy.settings import SettingsError, load_settings
-from proxy.stores.replica_changes import StoredChanges
+from proxy.stores.fleet_state import StoredChanges
 from proxy.stores.sqlite import SqliteStore
 from tests.contract.fleet.memory_engine import MemoryEngine, fleet_of, replica_of
 from tests.support.fake_vllm import FakeVllm

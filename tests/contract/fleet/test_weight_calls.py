@@ -369,7 +369,7 @@ async def test_the_state_in_a_store() -> None:
     await stored.write(state)
     assert await stored.read() == state
     assert await StoredState(store, "another", shared=True).read() == FleetState()
-    await store.change_replica("fleet/weights", "weights", "{")
+    await store.put("weights", "fleet", b"{")
     with pytest.raises(StateError):
         await stored.read()
 

@@ -75,27 +75,6 @@ async def test_each_of_a_group_with_equal_ids_is_continued_once() -> None:
     assert (one_more.same_rollout, one_more.candidates) == (False, size)
 
 
-async def test_claim_of_a_request_that_leaves_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
-    record, claiming, go_on = Record(), asyncio.Event(), asyncio.Event()
-    turns = {(await record.add([user("Hi")], assistant("a"), [5], [6])).turn.id for _ in range(2)}
-    request, claim = [user("Hi"), assistant("a"), _MORE], record.store.claim
-
-    async def slow(turn: str) -> bool:
-        claiming.set()
-        await go_on.wait()
-        return await claim(turn)
-
-    monkeypatch.setattr(record.store, "claim", slow)
-    leaves = asyncio.create_task(record.match(request))
-    await claiming.wait()
-    leaves.cancel()
-    go_on.set()
-    with pytest.raises(asyncio.CancelledError):
-        await leaves
-    matches = [await record.match(request) for _ in turns]
-    assert {match.turn.id for match in matches if match.turn and match.claimed} == turns
-
-
 async def test_continued_turn_is_claimed_by_no_other_request() -> None:
     """A fork of the only turn stays in its rollout; one of two equal turns is still to be continued."""
     record = Record()
