@@ -14,7 +14,6 @@ no text, and names nothing to another tenant.
 import base64
 import binascii
 import hmac
-import logging
 import os
 import re
 from collections.abc import Awaitable, Callable, Mapping
@@ -27,8 +26,6 @@ from proxy.history.cached_turn import CachedTurn
 from proxy.history.store import Store, StoreError
 from proxy.metrics import Metrics
 from proxy.turn.request import ChatRequest
-
-log = logging.getLogger("tokenproxy")
 
 _SECRET, _SECRET_BYTES = "secret", 32
 """Space of the secret in a store."""
@@ -142,7 +139,7 @@ class Echoes:
             try:
                 self._signer = Signer(await _secret(self._store))
             except StoreError as error:
-                self._report("responses carry no tokens of their turns", error)
+                error.report(self._metrics, "responses carry no tokens of their turns")
         return self._signer
 
     async def resolve(self, request: ChatRequest) -> ChatRequest:
@@ -179,15 +176,11 @@ class Echoes:
             try:
                 turn = await self._load(echo.turn)
             except StoreError as error:
-                self._report("a request's ids of tool calls stay those of the client", error)
+                error.report(self._metrics, "a request's ids of tool calls stay those of the client")
                 break
             if turn is not None and echo.item < len(turn.call_ids):
                 found[call_id] = _OwnId(turn.call_ids[echo.item], echo.turn)
         return found
-
-    def _report(self, consequence: str, error: StoreError) -> None:
-        self._metrics.store_errors.inc()
-        log.log(error.level, "%s: %s", consequence, error)
 
 
 class _OwnId(NamedTuple):

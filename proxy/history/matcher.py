@@ -18,7 +18,8 @@ import msgspec
 
 from proxy.history.cache import TurnCache
 from proxy.history.cached_turn import CachedTurn, read_turn
-from proxy.history.candidates import all_listed, complete, continues, count_turns, lists_all, of_rollout
+from proxy.history.candidates import all_listed, continues, count_turns, in_one_rollout, lists_all, of_rollout
+from proxy.history.claims import Claims
 from proxy.history.conversation import Conversation
 from proxy.history.prompt_image import PromptImage
 from proxy.history.scope import Scope, changed_part
@@ -45,12 +46,13 @@ class Match:
     """The reason if no turn was found, or not for all of the history."""
     candidates: int = 0
     """Number of recorded turns with this text, with any ids."""
-    shared: bool = False
-    """Whether several rollouts hold this conversation, so that the request may belong to another one."""
     same_rollout: bool = True
     """Whether the request belongs to the rollout of `turn`. If not, only the ids are reused."""
     claimed: bool = False
     """Whether `turn` was claimed for this request among several."""
+    shared: tuple[bytes, bytes] | None = None
+    """Set if other rollouts may hold turns with the ids of `turn`: the key that finds them, and the
+    `ids_digest`."""
 
 
 class AmbiguousImages(Exception):
@@ -180,21 +182,25 @@ class Matcher:
                 best = [*best, turn] if best and turn.count == best[0].count else [turn]
         return best
 
-    async def take_equal(self, turn: CachedTurn, key: bytes, ids: bytes) -> Match:
-        """The match of a turn that was found by its ids; if several rollouts hold them, with an open turn.
+    async def claim(self, match: Match, claims: Claims) -> Match:
+        """Choose one of the turns with equal ids that several rollouts hold: one that no request continues.
 
-        Args:
-            key: of the index; finds all turns with these ids.
-            ids: its `ids_digest`.
+        If all are continued, only the ids are reused (`same_rollout` is false).
 
         Raises:
             StoreError: the store does not respond.
         """
+        if match.shared is None:
+            return match
+        key, ids = match.shared
         found = (await self.store.find([key])).get(key)
-        for group in found.groups if found is not None else ():
-            if group.ids == ids:
-                return await self._take(_Fit(key, group, turn, False), Match(turn, candidates=group.total))
-        return Match(turn)
+        group = next((group for group in found.groups if group.ids == ids), None) if found else None
+        if group is not None and in_one_rollout(group):
+            return replace(match, candidates=match.candidates or group.total, shared=None)
+        while (turn_id := await claims.take(key, ids)) is not None:
+            if (turn := await self.load(turn_id)) is not None:
+                return replace(match, turn=turn, claimed=True)
+        return replace(match, same_rollout=False)
 
     async def _between(self, ends: Sequence[int], search: _Search) -> Match | None:
         """The longest match among the ends between one that matched and one that did not."""
@@ -254,8 +260,10 @@ class Matcher:
             repaired = (named or best[0]).repaired
             edited = end != conversation.ends[0]
             reason = Reason.HISTORY_EDITED if edited else Reason.CALL_REPAIRED if repaired else None
-            match = Match((named or best[0]).turn, end, reason, candidates)
-            return match if named is not None else await self._take(best[0], match)
+            if named is not None or in_one_rollout(best[0].group):
+                return Match((named or best[0]).turn, end, reason, candidates)
+            shared = (best[0].key, best[0].group.ids)
+            return Match(best[0].turn, end, reason, candidates, shared=shared)
         return None
 
     async def _first_loaded(self, group: CandidateGroup) -> CachedTurn | None:
@@ -291,21 +299,6 @@ class Matcher:
         if session is None or session.tenant != search.scope.tenant:
             return False
         return search.scope.session == (session.name if session.explicit else None)
-
-    async def _take(self, fit: "_Fit", match: Match) -> Match:
-        """Choose one of the turns with equal ids; if several rollouts hold one, an open one."""
-        group = fit.group
-        if complete(group) and len({candidate.rollout for candidate in group.candidates}) == 1:
-            return match
-        while (turn_id := await self.store.claim(fit.key, group.ids)) is not None:
-            try:
-                turn = await self.load(turn_id)
-            except BaseException:  # cancellation too: no other request could use a turn that stays claimed
-                await self.store.release(turn_id)
-                raise
-            if turn is not None:
-                return replace(match, turn=turn, claimed=True, shared=True)
-        return replace(match, same_rollout=False, shared=True)
 
     async def _choose_in_rollout(self, search: _Search, end: int, rollout: str) -> Match | None:
         """The turn of a rollout that ends at one message, where `find` lists only some of the turns there."""

@@ -14,7 +14,6 @@ only where a retry can come: for requests with an `Idempotency-Key`, or with a s
 
 import asyncio
 import hashlib
-import logging
 from dataclasses import dataclass, field
 from enum import Enum
 from types import TracebackType
@@ -27,8 +26,6 @@ from proxy.history.tasks import Tasks
 from proxy.metrics import Metrics
 from proxy.turn.request import ChatRequest
 from proxy.types import Headers
-
-log = logging.getLogger("tokenproxy")
 
 KEPT_BYTES = 4 * 2**20
 """Longer responses are not kept; their retries run."""
@@ -205,7 +202,7 @@ class Retries:
         try:
             attempt.earlier = await self._earlier(attempt) if attempt.again else None
         except StoreError as error:
-            self._report("a retry cannot be told from a new request", error)
+            error.report(self.metrics, "a retry cannot be told from a new request")
         except BaseException:  # cancellation too: repeats of the request wait for the end of this attempt
             self.finished(attempt)
             raise
@@ -230,10 +227,6 @@ class Retries:
             if name in values and await self.store.take(RESPONSES, name) is not None:
                 return None
         return None if found is None else EarlierResponse(found.status, list(found.headers), found.body)
-
-    def _report(self, consequence: str, error: StoreError) -> None:
-        self.metrics.store_errors.inc()
-        log.log(error.level, "%s: %s", consequence, error)
 
 
 def _digest(kind: bytes, *parts: bytes) -> bytes:

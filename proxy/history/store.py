@@ -17,11 +17,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import EllipsisType
-from typing import ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import msgspec
 
 from proxy.history.turn import Turn
+
+if TYPE_CHECKING:
+    from proxy.metrics import Metrics
+
+log = logging.getLogger("tokenproxy")
 
 FOUND_AT_MOST = 16
 """Groups that `find` returns for one key, and turns that it returns for one group."""
@@ -44,6 +49,11 @@ class StoreError(Exception):
 
     level: ClassVar[int] = logging.ERROR
     """At which a caller logs it."""
+
+    def report(self, metrics: "Metrics", consequence: str) -> None:
+        """Count and log that a caller goes on without the store."""
+        metrics.store_errors.inc()
+        log.log(self.level, "%s: %s", consequence, self)
 
 
 class StoreStalled(StoreError):

@@ -75,7 +75,7 @@ class _Stored:
             store, document = self._history.store, session_id(self._tenant, name)
             await store.put(DOCUMENTS, document, content, keep_s=store.limits.max_age_s, before=None)
         except StoreError as error:
-            self._history.placer.report("a response is not stored", error)
+            error.report(self._history.metrics, "a response is not stored")
             return False
         return True
 

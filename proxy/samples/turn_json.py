@@ -1,4 +1,4 @@
-"""Sessions and turns as JSON: for `/v1/sessions/{session}`, the viewer's page, and rLLM's trainers."""
+"""Sessions and turns as JSON: what `/v1/sessions/{session}` and the viewer show, and what rLLM reads."""
 
 from collections.abc import Sequence
 from typing import Any

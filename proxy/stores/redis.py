@@ -237,9 +237,9 @@ class RedisStore:
         """See `Store.put`."""
         now = time.time()
         expires = "+inf" if keep_s is None else repr(now + keep_s)
-        args: tuple[Any, ...] = (name, await pack_value(value), expires, repr(now), self.limits.bytes_of(space))
+        args: list[Any] = [name, await pack_value(value), expires, repr(now), self.limits.bytes_of(space)]
         if before is not ...:
-            args += (b"" if before is None else await pack_value(before),)
+            args.append(b"" if before is None else await pack_value(before))
         return bool(await self._run(scripts.PUT, _space_keys(space), *args))
 
     async def get(self, space: str, names: Sequence[str] | None = None) -> dict[str, bytes]:

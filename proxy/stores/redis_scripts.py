@@ -215,7 +215,8 @@ return 1
 """
 )
 """Keys: values, expiry and bytes of a space. Arguments: name, value, time at which it expires, now, bytes
-that the space may hold; if it matters, the value that must be there, or '' for none. Reply: 1 if it is kept."""
+that the space may hold; if it matters, the value that must be there, or '' for none. Reply: 1 if it is
+kept."""
 
 GET = """
 local found = {}
@@ -572,7 +573,7 @@ redis.call('HSET', p .. 'state', 'idle_used', last)
 return #found / 2
 """
 )
-"""Arguments: time before which the last use was, limit, now. Reply: number of rollouts that were looked at."""
+"""Arguments: time before which the last use was, limit, now. Reply: number of rollouts it looked at."""
 
 FINISHED = (
     _REPLY_SESSION
