@@ -6,13 +6,11 @@ from typing import Any, ClassVar, Protocol
 from proxy.dialects.prompt_fields import template_kwargs
 from proxy.dialects.translated import Translation
 from proxy.errors import BadRequest
-from proxy.fields import raw, raw_value, read
+from proxy.fields import flag, raw, raw_value, read, stream_options
 from proxy.history.vocabulary import Reason
 from proxy.http import Request
-from proxy.turn.engine_request import flag, stream_options
 from proxy.turn.message_ids import asks_on_messages
-from proxy.turn.request import ChatRequest, Rendering, RetrySigns, SessionRef, ThinkingPolicy
-from proxy.turn.visible import Visible
+from proxy.turn.request import ChatRequest, Rendering, RetrySigns, SessionRef, ThinkingPolicy, Visible
 from proxy.types import Fields, Headers
 
 _OPTIONS = ("tool_choice", "response_format", "structured_outputs", "mm_processor_kwargs", "media_io_kwargs")
@@ -22,6 +20,12 @@ _SPECIAL = frozenset(
 )
 """Fields that change the rendering, or that a prompt of ids cannot serve."""
 _IDEMPOTENCY_KEY, _RETRY_COUNT = b"idempotency-key", b"x-stainless-retry-count"
+
+
+Schema = dict[str, Any]
+
+IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+"""Token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,3 +226,13 @@ def _retry_signs(request: Request) -> RetrySigns:
 def header(headers: Headers, name: bytes) -> bytes:
     """The value of a header; empty if it is missing."""
     return next((value for key, value in headers if key == name), b"")
+
+
+def request_body(description: str, properties: Schema) -> Schema:
+    """A required body: an object with some of its fields.
+
+    Args:
+        description: what the other fields are.
+    """
+    schema = {"type": "object", "description": description, "properties": properties}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

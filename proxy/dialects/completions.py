@@ -3,22 +3,21 @@
 from typing import Any, ClassVar
 
 from proxy.dialects.base import (
+    IDS,
     Dialect,
     SessionFields,
     apply_session,
     number,
     prompt_request,
+    request_body,
     routed_experts_start,
     visible_of_prompts,
 )
-from proxy.dialects.openapi import IDS, request_body
 from proxy.dialects.prompt_fields import read_prompts
-from proxy.fields import parse, raw_value
+from proxy.fields import flag, parse, raw_value
 from proxy.history.vocabulary import Reason
 from proxy.http import Request
-from proxy.turn.engine_request import flag
-from proxy.turn.request import ChatRequest, EngineRoute
-from proxy.turn.visible import EVERYTHING
+from proxy.turn.request import EVERYTHING, ChatRequest, EngineRoute
 from proxy.types import Fields
 
 _PROMPT = {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, IDS,

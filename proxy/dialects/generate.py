@@ -6,15 +6,16 @@ from typing import Any, ClassVar
 import msgspec
 
 from proxy.dialects.base import (
+    IDS,
     Dialect,
     SessionFields,
     apply_session,
     number,
     prompt_request,
+    request_body,
     routed_experts_start,
     visible_of_prompts,
 )
-from proxy.dialects.openapi import IDS, request_body
 from proxy.dialects.prompt_fields import checked_ids
 from proxy.errors import BadRequest
 from proxy.fields import join, parse, raw_value, read

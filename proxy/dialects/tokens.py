@@ -4,8 +4,15 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from proxy.dialects.base import Dialect, SessionFields, apply_session, chat_request, visible_of
-from proxy.dialects.openapi import IDS, request_body
+from proxy.dialects.base import (
+    IDS,
+    Dialect,
+    SessionFields,
+    apply_session,
+    chat_request,
+    request_body,
+    visible_of,
+)
 from proxy.dialects.prompt_fields import (
     join_messages,
     media_fields,

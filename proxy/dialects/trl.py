@@ -21,8 +21,7 @@ from proxy.errors import BadRequest, EngineBroken
 from proxy.fields import is_null, raw, raw_value, read
 from proxy.http import Request
 from proxy.turn.engine_json import REFUSALS, parse_leniently
-from proxy.turn.request import ChatRequest, GivenIds, RetrySigns
-from proxy.turn.visible import Visible
+from proxy.turn.request import ChatRequest, GivenIds, RetrySigns, Visible
 from proxy.types import Fields
 from tokenization import InvalidIds, ids
 

@@ -3,8 +3,7 @@
 import msgspec
 
 from proxy.dialects.error_formats import anthropic_error
-from proxy.dialects.messages.dialect import MessagesDialect
-from proxy.dialects.messages.template import FleetTemplate
+from proxy.dialects.messages.dialect import FleetTemplate, MessagesDialect
 from proxy.dialects.translated import problem_of
 from proxy.engine.protocol import fetch
 from proxy.errors import BadRequest

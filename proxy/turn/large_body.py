@@ -18,7 +18,7 @@ from proxy.history.turn import WeightSpan, ids_array
 from proxy.turn.chunk import ChoiceFields, Logprob, Usage
 from proxy.turn.engine_json import CUT, CUT_FROM_BYTES, REFUSALS
 from proxy.turn.redactor import redact_fields
-from proxy.turn.visible import Visible
+from proxy.turn.request import Visible
 from proxy.types import Fields
 from tokenization import InvalidIds, ids
 

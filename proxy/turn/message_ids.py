@@ -15,10 +15,9 @@ from array import array
 import msgspec
 
 from proxy.errors import BadRequest
-from proxy.fields import is_null, raw, raw_value
+from proxy.fields import flag, is_null, raw, raw_value
 from proxy.history.completion import Completion, SampledChoice
 from proxy.turn.engine_json import REFUSALS
-from proxy.turn.engine_request import flag
 from proxy.turn.request import RequiredPrefix
 from proxy.types import Fields
 from tokenization import InvalidIds, ids

@@ -21,9 +21,8 @@ from proxy.turn.engine_json import (
     no_completion,
     parse_leniently,
 )
-from proxy.turn.request import EngineRoute
+from proxy.turn.request import EngineRoute, Visible
 from proxy.turn.usual_chunk import UsualChunk
-from proxy.turn.visible import Visible
 from proxy.types import Fields
 
 _NULL = msgspec.Raw(NULL)

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from time import time
 from typing import NamedTuple
 
+import msgspec
+
 from proxy.engine.generate import GenerateTokenIn
 from proxy.engine.token_in import CHAT_PATH, TokenRequest, rename_errors
 from proxy.errors import Unavailable
-from proxy.fields import join, raw, raw_value
+from proxy.fields import join, raw, raw_value, read, stream_options
 from proxy.fleet.model import FleetImages, FleetModel
 from proxy.fleet.replica import Replica
 from proxy.fleet.routing import BYTES_PER_ID, Routing, body_digest
@@ -25,18 +27,20 @@ from proxy.history.turn import WeightSpan
 from proxy.history.vocabulary import Reason
 from proxy.http import Request, Response
 from proxy.monitoring.exchange import span
-from proxy.turn.engine_request import request_for_engine
 from proxy.turn.observed import describe_plan, describe_request
 from proxy.turn.request import ChatRequest, EngineRoute
 from proxy.turn.required_prefix import render_with_prefix
 from proxy.turn.services import Services
-from proxy.types import Headers
+from proxy.types import Fields, Headers
 
 _IMAGE_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs")
 """Fields that change what a model's processor makes of an image."""
 _BAD_REQUEST = 400
 _PROMPT_FIELDS: Mapping[str, str] = {EngineRoute.COMPLETIONS: "prompt", EngineRoute.GENERATE: "token_ids"}
 _SESSION_HEADER = b"x-session-id"
+_TRUE = msgspec.Raw(b"true")
+_NO_ALTERNATIVES = msgspec.Raw(b"0")
+"""The number of alternatives with which the log-probabilities of sampled ids are requested."""
 
 
 @dataclass(slots=True)
@@ -195,7 +199,7 @@ async def _plan(request: ChatRequest, model: FleetModel, services: Services) -> 
 async def _send(request: ChatRequest, plan: PromptPlan, replica: Replica, services: Services) -> Response:
     recorded = plan.placement.conversation is not None
     evidence = recorded or request.visible.on_messages
-    fields = request_for_engine(request, evidence=evidence)
+    fields = _request_for_engine(request, evidence=evidence)
     if services.cache_salt_by_version and replica.weight_version is not None:
         fields.setdefault("cache_salt", raw(replica.weight_version))
     headers = _headers(request, plan)
@@ -226,6 +230,44 @@ async def _send_prompts(call: Request, plan: PromptPlan, replica: Replica, servi
         response = await rename_errors(response, _PROMPT_FIELDS[call.path])
     _note_prefixes(plan, replica, response, services)
     return response
+
+
+def _request_for_engine(request: ChatRequest, *, evidence: bool) -> Fields:
+    """The fields of the request.
+
+    Args:
+        evidence: whether to request ids, usage and log-probabilities, to record them.
+    """
+    fields = dict(request.fields)
+    if not evidence:
+        return fields
+    fields["return_token_ids"] = _TRUE
+    match request.engine_route:
+        case EngineRoute.CHAT:
+            if raw_value(fields, "top_logprobs") in (None, b"0"):
+                fields["logprobs"] = _TRUE
+            if not request.visible.reasoning and not _constrained(fields):
+                # else vLLM hides ids too; the redactor removes the reasoning
+                fields["include_reasoning"] = _TRUE
+        case EngineRoute.COMPLETIONS:
+            if raw_value(fields, "logprobs") is None:
+                fields["logprobs"] = _NO_ALTERNATIVES
+        case EngineRoute.GENERATE:
+            sampling = read(fields, "sampling_params", Fields)
+            if sampling is not None and raw_value(sampling, "logprobs") is None:
+                sampling["logprobs"] = _NO_ALTERNATIVES
+                fields["sampling_params"] = msgspec.Raw(join(sampling))
+    if request.stream:
+        usage = {"include_usage": _TRUE, "continuous_usage_stats": _TRUE}
+        fields["stream_options"] = msgspec.Raw(join({**stream_options(fields), **usage}))
+    return fields
+
+
+def _constrained(fields: Fields) -> bool:
+    """Whether a grammar constrains the completion; vLLM then reads `include_reasoning` to apply it."""
+    names = ("response_format", "structured_outputs")
+    free = (None, b'"none"', b'"auto"')
+    return any(raw_value(fields, name) for name in names) or raw_value(fields, "tool_choice") not in free
 
 
 def _note_prefixes(plan: PromptPlan, replica: Replica, response: Response, services: Services) -> None:

@@ -17,8 +17,7 @@ from proxy.history.retries import Attempt, EarlierResponse
 from proxy.http import BytesResponse, Response, is_event_stream
 from proxy.turn.large_body import read_large
 from proxy.turn.message_ids import add_message_ids
-from proxy.turn.observed import count_plan
-from proxy.turn.prompt_headers import add_prompt_headers
+from proxy.turn.observed import add_prompt_headers, count_plan
 from proxy.turn.reader import read_completion
 from proxy.turn.redactor import redact_completion
 from proxy.turn.request import ChatRequest, EngineRoute

@@ -1,5 +1,6 @@
 """A stream of chunks that is recorded on its way to the client."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import AsyncExitStack
 from time import monotonic
@@ -15,7 +16,6 @@ from proxy.turn.reader import DONE, StreamReader
 from proxy.turn.redactor import StreamRedactor
 from proxy.turn.request import ChatRequest
 from proxy.turn.sending import batch_of
-from proxy.turn.stream_blocks import StreamBlocks
 from proxy.turn.usual_chunk import UsualChunk
 
 _QUIET_S = 0.05
@@ -54,7 +54,7 @@ class RecordedStream:
         self.status = response.status
         self.headers = [pair for pair in response.headers if pair[0] != b"content-length"]
         self._response = response
-        self._blocks = StreamBlocks(response.chunks())
+        self._blocks = _Blocks(response.chunks())
         plan = recording.plan
         expected = request.choices * len(plan.prompts)
         self._reader = StreamReader(expected, prompt_of(plan), batch_of(request, plan))
@@ -195,3 +195,40 @@ class RecordedStream:
             if self._sent_bytes > KEPT_BYTES:
                 self._sent = None
         return event
+
+
+class _Blocks:
+    """Iterates over the blocks, and tells whether the next one arrives in time."""
+
+    def __init__(self, blocks: AsyncIterator[bytes]) -> None:
+        self._blocks = blocks
+        self._next: asyncio.Task[bytes] | None = None
+        """Reads the block that `arrives` waited for."""
+
+    def __aiter__(self) -> "_Blocks":
+        return self
+
+    def __anext__(self) -> Awaitable[bytes]:
+        """The next block. Raises what the stream raises."""
+        # no coroutine of its own: this runs once for each block of a stream
+        if self._next is None:
+            return anext(self._blocks)
+        task, self._next = self._next, None
+        return task
+
+    async def arrives(self, seconds: float) -> bool:
+        """Whether the next block, the end or a failure of the stream arrives within `seconds`.
+
+        It is still to be read afterwards.
+        """
+        if self._next is None:
+            self._next = asyncio.ensure_future(anext(self._blocks))
+        await asyncio.wait((self._next,), timeout=seconds)
+        return self._next.done()
+
+    async def aclose(self) -> None:
+        """Stop waiting for the next block."""
+        if self._next is not None:
+            self._next.cancel()
+            await asyncio.gather(self._next, return_exceptions=True)
+            self._next = None

@@ -17,7 +17,7 @@ import msgspec
 
 from proxy.fields import NULL
 from proxy.turn.alternatives import MARK
-from proxy.turn.visible import Visible
+from proxy.turn.request import Visible
 
 # Possessive quantifiers (`*+`): a chunk that does not match is refused without backtracking.
 _TEXT = rb'"[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u00[0-9a-f]{2})[^"\\\x00-\x1f]*+)*+"'

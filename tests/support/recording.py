@@ -15,8 +15,7 @@ from proxy.history.scope import Scope, scope_parts
 from proxy.history.store import Limits, Session, session_id
 from proxy.history.turn import new_id
 from proxy.stores.memory import MemoryStore
-from proxy.turn.request import ChatRequest, Rendering, RetrySigns, SessionRef
-from proxy.turn.visible import Visible
+from proxy.turn.request import ChatRequest, Rendering, RetrySigns, SessionRef, Visible
 from tokenization import ids
 
 Message = dict[str, Any]

@@ -34,7 +34,6 @@ _FOR_ALL = [
     "proxy.monitoring.spans",
     "proxy.types",
     "proxy.turn.request",
-    "proxy.turn.visible",
 ]
 
 

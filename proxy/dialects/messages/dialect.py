@@ -1,5 +1,7 @@
-"""Parses a request in Anthropic's format to a chat turn."""
+"""Parses a request in Anthropic's format to a chat turn, converted for the fleet's chat template."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import msgspec
@@ -7,16 +9,83 @@ import msgspec
 from proxy.dialects.base import Dialect, SessionFields, apply_session, chat_request, number, visible_of
 from proxy.dialects.messages.conversation import chat_messages
 from proxy.dialects.messages.events import MessagesTranslation
-from proxy.dialects.messages.options import chat_options
-from proxy.dialects.messages.request import MessagesRequest, read_request, read_turn
-from proxy.dialects.messages.template import TemplateFacts
+from proxy.dialects.messages.request import (
+    DefinedTool,
+    MessagesRequest,
+    OutputConfig,
+    ThinkingDisabled,
+    ThinkingEnabled,
+    Tool,
+    ToolAddition,
+    ToolChoice,
+    ToolRemoval,
+    read_request,
+    read_turn,
+)
 from proxy.dialects.translated import Translation
-from proxy.fields import raw
+from proxy.errors import BadRequest
+from proxy.fields import is_null, raw
 from proxy.http import Request
 from proxy.turn.request import ChatRequest
+from proxy.turn.services import Services
 from proxy.types import Fields
+from tokenization import ChatTokenizer
 
+_SAME_NAME = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "chat_template_kwargs",
+    "cache_salt",
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "vllm_xargs",
+    "watermarking",
+    "thinking_policy",
+)
+_STREAM = {"include_usage": True, "continuous_usage_stats": True}
+_OBJECT = msgspec.Raw(b'"object"')
 _LIMITS = ("max_tokens", "max_completion_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateFacts:
+    """What the conversion of a request depends on. The defaults are vLLM's for an unknown template."""
+
+    merges_system: bool = True
+    """Whether the template takes system messages at the start only."""
+    effort_without_thinking: str = "none"
+    """The reasoning effort for disabled thinking: `low` for templates that do not know `none`."""
+    max_model_len: int | None = None
+    """The model's context, in ids."""
+
+
+class FleetTemplate:
+    """The facts about the template of a fleet, whose replicas serve one model. Read once per tokenizer."""
+
+    def __init__(self) -> None:
+        self._tokenizer: ChatTokenizer | None = None
+        self._facts = TemplateFacts()
+
+    async def facts(self, services: Services) -> TemplateFacts:
+        """The facts about the template of the model that the fleet serves.
+
+        Raises:
+            EngineUnavailable: no replica responds.
+        """
+        served = await services.fleet.served_model()
+        model, tokenizer = served.capabilities.model, served.tokenizer
+        length = model.max_model_len if model else None
+        if tokenizer is None:
+            return TemplateFacts(max_model_len=length)
+        if tokenizer is not self._tokenizer or length != self._facts.max_model_len:
+            self._facts = await services.in_thread(lambda: _facts(tokenizer, length))
+            self._tokenizer = tokenizer
+        return self._facts
+
+
+def _facts(tokenizer: ChatTokenizer, max_model_len: int | None) -> TemplateFacts:
+    return TemplateFacts(tokenizer.merges_system, tokenizer.effort_without_thinking, max_model_len)
 
 
 class MessagesDialect(Dialect):
@@ -70,3 +139,151 @@ def _limit_answer(fields: Fields, max_model_len: int | None) -> None:
     for name in _LIMITS:
         if (number(fields, name) or 0) > max_model_len:
             fields[name] = raw(max_model_len)
+
+
+def chat_options(request: MessagesRequest, effort_without_thinking: str) -> dict[str, Any]:
+    """The chat fields besides `messages`.
+
+    Args:
+        effort_without_thinking: the reasoning effort for disabled thinking; see `TemplateFacts`.
+
+    Raises:
+        BadRequest: a tool or the choice between tools is wrong.
+    """
+    fields: dict[str, Any] = {"model": request.model, "max_tokens": request.max_tokens}
+    fields |= {name: getattr(request, name) for name in _SAME_NAME}
+    fields["stop"] = request.stop_sequences
+    if request.stream:
+        fields |= {"stream": True, "stream_options": _STREAM}
+    fields |= _output(request.output_config)
+    match request.thinking:
+        case ThinkingDisabled():
+            fields["reasoning_effort"] = effort_without_thinking
+        case ThinkingEnabled():
+            fields["thinking_token_budget"] = request.thinking.budget_tokens
+    fields |= _tools(request)
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _output(config: OutputConfig | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    fields: dict[str, Any] = {"reasoning_effort": config.effort}
+    if config.format is not None and config.format.schema:
+        schema = {"name": "json_schema", "schema": config.format.schema}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return fields
+
+
+def _tools(request: MessagesRequest) -> dict[str, Any]:
+    changes = [
+        block
+        for message in request.messages
+        if not isinstance(message.content, str)
+        for block in message.content
+        if isinstance(block, ToolAddition | ToolRemoval)
+    ]
+    tools = chat_tools(tools_in_effect(request.tools, changes))
+    choice = chat_tool_choice(request.tool_choice, bool(tools))
+    return {"tools": tools, **choice} if tools else choice
+
+
+def tools_in_effect(
+    tools: Sequence[Tool] | None, changes: Sequence[ToolAddition | ToolRemoval]
+) -> list[tuple[str, Tool]]:
+    """The tools that the model has at the end of the conversation, each with its path in the request.
+
+    Raises:
+        BadRequest: a change names a tool that the request does not define.
+    """
+    declared = [(f"tools[{index}]", tool) for index, tool in enumerate(tools or [])]
+    if not changes:
+        return declared
+    by_name = {tool.name: (path, tool) for path, tool in declared}
+    removed: set[str] = set()
+    for change in changes:
+        name = _apply(change, by_name)
+        if isinstance(change, ToolRemoval):
+            removed.add(name)
+        else:
+            removed.discard(name)
+    return [defined for name, defined in by_name.items() if name not in removed]
+
+
+def _apply(change: ToolAddition | ToolRemoval, tools: dict[str, tuple[str, Tool]]) -> str:
+    """Define the tool of a change, or no longer defer it; returns its name. Raises BadRequest."""
+    if isinstance(change.tool, DefinedTool):
+        definition = change.tool.definition
+        tools[definition.name] = ("messages", definition)
+        return definition.name
+    name = change.tool.name
+    if name not in tools:
+        raise BadRequest(f"messages: the tool {name!r} is not in `tools`", param="messages")
+    if isinstance(change, ToolAddition):
+        path, tool = tools[name]
+        tools[name] = (path, msgspec.structs.replace(tool, defer_loading=None))
+    return name
+
+
+def chat_tools(tools: Sequence[tuple[str, Tool]]) -> list[dict[str, Any]]:
+    """The tools as chat completions define them.
+
+    Raises:
+        BadRequest: a tool has no schema: those that Anthropic's servers run cannot run here.
+    """
+    return [{"type": "function", "function": _function(path, tool)} for path, tool in tools]
+
+
+def _function(path: str, tool: Tool) -> dict[str, Any]:
+    function: dict[str, Any] = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": _schema(path, tool),
+    }
+    if tool.strict is not None:
+        function["strict"] = tool.strict
+    if tool.defer_loading is not None:
+        function["defer_loading"] = tool.defer_loading
+    return function
+
+
+def _schema(path: str, tool: Tool) -> msgspec.Raw:
+    """The schema of the arguments, an object unless it has another type. Raises BadRequest."""
+    if is_null(tool.input_schema):
+        if tool.type in (None, "custom"):
+            raise BadRequest(f"{path}.input_schema: required", param=f"{path}.input_schema")
+        raise BadRequest(
+            f"{path}.type: tools of type {tool.type} run on Anthropic's servers only: define a tool with an "
+            "`input_schema`",
+            param=f"{path}.type",
+        )
+    try:
+        schema = msgspec.json.decode(tool.input_schema, type=dict[str, msgspec.Raw])
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"{path}.input_schema: must be an object", param=f"{path}.input_schema") from error
+    if "type" in schema:
+        return tool.input_schema
+    return msgspec.Raw(msgspec.json.encode({**schema, "type": _OBJECT}))
+
+
+def chat_tool_choice(choice: ToolChoice | None, has_tools: bool) -> dict[str, Any]:
+    """The chat fields for a choice between tools.
+
+    Raises:
+        BadRequest: the choice is one tool, and has no name.
+    """
+    if choice is None:
+        return {"tool_choice": "auto"} if has_tools else {}
+    fields: dict[str, Any] = {"parallel_tool_calls": not choice.disable_parallel_tool_use}
+    match choice.type:
+        case "tool":
+            if not choice.name:
+                raise BadRequest("tool_choice.name: required for the type `tool`", param="tool_choice.name")
+            fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        case "any":
+            fields["tool_choice"] = "required"
+        case _ if has_tools:
+            fields["tool_choice"] = choice.type
+        case _:
+            return {}  # without tools there is nothing to choose, and a chat completion may not have a choice
+    return fields

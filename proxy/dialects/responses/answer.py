@@ -8,7 +8,7 @@ import msgspec
 
 from proxy.dialects.chat_parts import Chat, MessagePart, UsagePart
 from proxy.dialects.responses import compaction, errors, ids
-from proxy.dialects.responses.content import Item
+from proxy.dialects.responses.items import Item
 from proxy.dialects.responses.output import Event, Output, OutputOptions
 from proxy.dialects.responses.records import ResponseRecord, Summary
 from proxy.dialects.responses.request import ResponsesRequest

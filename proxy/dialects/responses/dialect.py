@@ -10,8 +10,7 @@ from proxy.dialects.responses.answer import (
     ResponsesTranslation,
 )
 from proxy.dialects.responses.compaction import PROMPT
-from proxy.dialects.responses.content import Item
-from proxy.dialects.responses.items import encode, messages_of
+from proxy.dialects.responses.items import Item, encode, messages_of
 from proxy.dialects.responses.records import Recalled, resolved
 from proxy.dialects.responses.request import ResponsesRequest, chat_fields
 from proxy.dialects.translated import Translation

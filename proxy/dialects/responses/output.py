@@ -9,8 +9,8 @@ from typing import Any
 
 from proxy.dialects.chat_parts import CallPart, MessagePart
 from proxy.dialects.responses import ids
-from proxy.dialects.responses.content import Item
-from proxy.dialects.responses.tools import Tools, unwrapped_input
+from proxy.dialects.responses.items import Item
+from proxy.dialects.responses.request import Tools, unwrapped_input
 from proxy.errors import EngineBroken
 
 Event = dict[str, Any]

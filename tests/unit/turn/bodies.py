@@ -5,8 +5,8 @@ from typing import Any
 
 from proxy.engine.sse import data_event, event_data
 from proxy.turn.redactor import StreamRedactor
+from proxy.turn.request import Visible
 from proxy.turn.usual_chunk import UsualChunk
-from proxy.turn.visible import Visible
 
 Body = dict[str, Any]
 

@@ -13,7 +13,7 @@ from proxy.turn.engine_json import CUT_FROM_BYTES
 from proxy.turn.large_body import read_large
 from proxy.turn.reader import read_completion
 from proxy.turn.redactor import redact_completion
-from proxy.turn.visible import Visible
+from proxy.turn.request import Visible
 from tests.unit.turn.bodies import NOTHING, Body, encoded, logprobs_of, whole, whole_choice
 
 _FILLER = "x" * CUT_FROM_BYTES

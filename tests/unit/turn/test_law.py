@@ -10,7 +10,7 @@ from proxy.history.completion import Completion, SampledChoice
 from proxy.history.turn import pack_ids, pack_logprobs
 from proxy.turn.reader import StreamReader, read_completion
 from proxy.turn.redactor import StreamRedactor, redact_completion
-from proxy.turn.visible import Visible
+from proxy.turn.request import Visible
 from tests.unit.turn.bodies import (
     Body,
     chunk,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from proxy.turn.redactor import StreamRedactor, redact_completion
-from proxy.turn.visible import Visible
+from proxy.turn.request import Visible
 from tests.unit.turn.bodies import (
     NOTHING,
     ODD,

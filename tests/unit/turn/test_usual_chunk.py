@@ -12,8 +12,8 @@ from proxy.engine.sse import data_event, event_data
 from proxy.errors import EngineBroken
 from proxy.turn.reader import StreamReader
 from proxy.turn.redactor import StreamRedactor
+from proxy.turn.request import Visible
 from proxy.turn.usual_chunk import UsualChunk
-from proxy.turn.visible import Visible
 from tests.unit.turn.bodies import NOTHING, Body, encoded, redact_chunk
 
 _VISIBLE = [

@@ -7,7 +7,7 @@ import pytest
 from proxy.dialects.chat_parts import CallPart, FunctionPart, MessagePart
 from proxy.dialects.responses.ids import Names
 from proxy.dialects.responses.output import Output, OutputOptions
-from proxy.dialects.responses.tools import Tools
+from proxy.dialects.responses.request import Tools
 from proxy.errors import EngineBroken
 
 _BASE = "a" * 32
