@@ -8,7 +8,7 @@ import msgspec
 from proxy.errors import BadRequest
 from proxy.fields import parse, raw_value, read
 from proxy.media import media_kind
-from proxy.turn.engine_json import CUT, CUT_FROM_BYTES
+from proxy.turn.cut import CUT_FROM_BYTES, MARK
 from proxy.turn.request import GivenIds
 from proxy.types import Fields
 from tokenization import ChatTokenizer, InvalidIds, ids
@@ -49,9 +49,9 @@ def parse_with_ids(body: bytes) -> Fields:
         array = array.replace(b", ", b",")
     if not ids.count_compact(array):
         return parse(body)
-    fields = parse(b"".join((memoryview(body)[:start], CUT, memoryview(body)[end:])))
+    fields = parse(b"".join((memoryview(body)[:start], MARK, memoryview(body)[end:])))
     name = found[1].decode()
-    if name not in fields or bytes(fields[name]) != CUT:
+    if name not in fields or bytes(fields[name]) != MARK:
         return parse(body)  # the array belongs to something inside a field
     fields[name] = msgspec.Raw(array)
     return fields

@@ -10,18 +10,21 @@ put into one response:
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
 from proxy.dialects.base import SessionFields, apply_session, chat_request
 from proxy.errors import BadRequest, EngineBroken
 from proxy.fields import is_null, raw, raw_value, read
+from proxy.history.completion import Completion
 from proxy.http import Request
-from proxy.turn.engine_json import REFUSALS, parse_leniently
+from proxy.turn import wire
+from proxy.turn.answer import Answer
 from proxy.turn.request import ChatRequest, GivenIds, RetrySigns, Visible
+from proxy.turn.usual_chunk import Piece, UsualChunk
 from proxy.types import Fields
 from tokenization import InvalidIds, ids
 
@@ -201,80 +204,70 @@ def _with_image_urls(prompt: Prompt) -> msgspec.Raw:
 # --- the response
 
 
-class _Token(msgspec.Struct):
-    token: str
-    logprob: float | None = None
-
-
-class _Position(_Token):
-    top_logprobs: list[_Token] = []
-
-
-class _Logprobs(msgspec.Struct):
-    content: list[_Position] | None = None
-
-
-class _Choice(msgspec.Struct):
-    index: int = 0
-    token_ids: list[int] | None = None
-    logprobs: _Logprobs | None = None
-
-
-class _Completion(msgspec.Struct):
-    prompt_token_ids: msgspec.Raw | None = None
-    choices: list[_Choice] = []
-
-
-class TrlAnswer:
-    """The response to a batch, put together from the completions of its prompts."""
-
-    names: ClassVar[tuple[str, ...]] = ("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids")
+class TrlAnswer(Answer):
+    """Keeps what one prompt got, for the response to its batch."""
 
     def __init__(self, *, logprobs: bool) -> None:
         """`logprobs`: whether the client requested log-probabilities."""
-        self._logprobs = logprobs
-        self._values: dict[str, list[Any]] = {name: [] for name in self.names}
+        self.reads_tokens = logprobs
+        self.prompt = msgspec.Raw()
+        self.choices: list[wire.Choice] = []
 
-    def add(self, body: bytes) -> None:
-        """Add the completion of the next prompt.
+    def whole(self, parsed: wire.Parsed, body: bytes, read: Completion) -> bytes:
+        """Keep a completion.
 
         Raises:
             EngineBroken: it holds no ids, or no log-probabilities although they were requested.
         """
-        completion = _read(body)
-        if completion.prompt_token_ids is None:
+        completion = parsed.completion
+        self.prompt = completion.prompt_token_ids
+        if is_null(self.prompt):
             raise EngineBroken("the engine returned no prompt ids")
-        self._values["prompt_ids"].append(completion.prompt_token_ids)
-        for choice in sorted(completion.choices, key=lambda choice: choice.index):
+        self.choices = sorted(completion.choices or (), key=lambda choice: choice.index or 0)
+        for choice in self.choices:
             if choice.token_ids is None:
                 raise EngineBroken("the engine returned no completion ids")
-            self._values["completion_ids"].append(choice.token_ids)
-            if self._logprobs:
-                self._add_logprobs(choice)
+            if self.reads_tokens and len(_positions(choice)) != len(choice.token_ids):
+                raise EngineBroken("the engine returned other numbers of ids and of log-probabilities")
+        return b""
 
-    def body(self) -> bytes:
-        """The JSON of the response."""
-        values: dict[str, Any] = dict(self._values)
-        if not self._logprobs:
-            values |= {"logprobs": None, "logprob_token_ids": None}
-        return msgspec.json.encode(values)
+    def event(self, event: bytes, usual: UsualChunk | None, read: Piece | wire.Parsed) -> bytes | None:
+        """See `Answer.event`: these routes do not stream."""
+        raise NotImplementedError
 
-    def _add_logprobs(self, choice: _Choice) -> None:
-        content = choice.logprobs.content if choice.logprobs else None
-        if len(content or ()) != len(choice.token_ids or ()):
-            raise EngineBroken("the engine returned other numbers of ids and of log-probabilities")
-        ranked = [_ranked([position, *position.top_logprobs]) for position in content or ()]
-        self._values["logprobs"].append([[logprob for _, logprob in each] for each in ranked])
-        self._values["logprob_token_ids"].append([[token for token, _ in each] for each in ranked])
+    def end(self) -> bytes:
+        """See `Answer.end`: these routes do not stream."""
+        raise NotImplementedError
 
 
-def _ranked(tokens: Iterable[_Token]) -> list[tuple[int, float | None]]:
+def batch_body(answers: Sequence[TrlAnswer]) -> bytes:
+    """The JSON of the response to a batch. Raises EngineBroken if tokens are not ids."""
+    choices = [choice for answer in answers for choice in answer.choices]
+    ranked = [
+        [_ranked([position, *position.top_logprobs]) for position in _positions(choice)]
+        for answer in answers
+        if answer.reads_tokens
+        for choice in answer.choices
+    ]
+    return msgspec.json.encode(
+        {
+            "prompt_ids": [answer.prompt for answer in answers],
+            "completion_ids": [list(choice.token_ids or ()) for choice in choices],
+            "logprobs": [[[logprob for _, logprob in top] for top in tops] for tops in ranked] or None,
+            "logprob_token_ids": [[[token for token, _ in top] for top in tops] for tops in ranked] or None,
+        }
+    )
+
+
+def _positions(choice: wire.Choice) -> Sequence[wire.Position]:
+    return (choice.logprobs.content or ()) if isinstance(choice.logprobs, wire.TokenLogprobs) else ()
+
+
+def _ranked(tokens: Iterable[wire.Candidate]) -> list[tuple[int, float | None]]:
     """The ids at one position with their log-probabilities, the most probable first; NaN is None."""
     found: dict[int, float | None] = {}
     for each in tokens:
-        logprob = each.logprob
-        finite = logprob is not None and not math.isnan(logprob)
-        found.setdefault(_token_id(each.token), logprob if finite else None)
+        found.setdefault(_token_id(each.token), None if math.isnan(each.logprob) else each.logprob)
     # NaN is last, as where it is ranked
     return sorted(found.items(), key=lambda item: -math.inf if item[1] is None else item[1], reverse=True)
 
@@ -284,18 +277,3 @@ def _token_id(token: str) -> int:
     if digits == token or not digits.isdecimal():
         raise EngineBroken("the engine returned tokens where ids were requested")
     return int(digits)
-
-
-def _read(body: bytes) -> _Completion:
-    """A chat completion. Raises EngineBroken if it is none."""
-    try:
-        return msgspec.json.decode(body, type=_Completion)
-    except REFUSALS:
-        value = parse_leniently(body)  # NaN is a number there
-    prompt = value.pop("prompt_token_ids", None) if isinstance(value, dict) else None
-    try:
-        completion = msgspec.convert(value, _Completion)
-    except msgspec.ValidationError as error:
-        raise EngineBroken("the engine's response is not a chat completion") from error
-    completion.prompt_token_ids = None if prompt is None else raw(prompt)
-    return completion

@@ -1,4 +1,4 @@
-"""Sessions and turns as JSON: what `/v1/sessions/{session}` and the viewer's page show, and rLLM reads."""
+"""Sessions and turns as JSON: what `/v1/sessions/{session}`, the viewer and rLLM's trainers read."""
 
 from collections.abc import Sequence
 from typing import Any

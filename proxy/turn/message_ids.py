@@ -17,7 +17,7 @@ import msgspec
 from proxy.errors import BadRequest
 from proxy.fields import flag, is_null, raw, raw_value
 from proxy.history.completion import Completion, SampledChoice
-from proxy.turn.engine_json import REFUSALS
+from proxy.turn.cut import REFUSALS
 from proxy.turn.request import RequiredPrefix
 from proxy.types import Fields
 from tokenization import InvalidIds, ids

@@ -78,6 +78,12 @@ class PlannedTurn:
                 spans, choice.weights_uncertain = self.tag.spans(choice.index, len(choice.ids or ()))
                 choice.weight_versions = tuple(WeightSpan(*span) for span in spans)
 
+    def batch(self) -> Batch | None:
+        """The prompts of a completions request as they are sent; None for the other routes."""
+        if self.request.engine_route is not EngineRoute.COMPLETIONS:
+            return None
+        return Batch(tuple(map(prompt_of, self.plan.prompts)), self.request.choices)
+
     def routing(self) -> Routing:
         """The facts by which the fleet chooses a replica."""
         request, plan = self.request, self.plan
@@ -134,13 +140,6 @@ def _joined(held: Sequence[_HeldPrefix]) -> _HeldPrefix:
     [(holder, most)] = reused.most_common(1)
     since = min(prefix.since for prefix in held if prefix.holder == holder)
     return _HeldPrefix(holder, since, sum(prefix.ids for prefix in held), most)
-
-
-def batch_of(request: ChatRequest, plan: PromptPlan) -> Batch | None:
-    """The prompts of a completions request as they are sent; None for the other routes."""
-    if request.engine_route is not EngineRoute.COMPLETIONS:
-        return None
-    return Batch(tuple(map(prompt_of, plan.prompts)), request.choices)
 
 
 async def plan_turn(request: ChatRequest, services: Services) -> PlannedTurn:

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import msgspec
 
 from proxy.fields import NULL
-from proxy.turn.alternatives import MARK
 from proxy.turn.request import Visible
+from proxy.turn.wire import ALTERNATIVES
 
 # Possessive quantifiers (`*+`): a chunk that does not match is refused without backtracking.
 _TEXT = rb'"[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u00[0-9a-f]{2})[^"\\\x00-\x1f]*+)*+"'
@@ -94,7 +94,7 @@ class UsualChunk:
             or more
             or len(ids) > _MAX_IDS_BYTES
             or len(index) > _MAX_INDEX_DIGITS
-            or MARK in logprobs
+            or ALTERNATIVES in logprobs
         ):
             return None
         try:

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from proxy.dialects.base import Dialect, SessionFields, apply_session, chat_request, number, visible_of
+from proxy.dialects.messages.answer import MessagesTranslation
 from proxy.dialects.messages.conversation import chat_messages
-from proxy.dialects.messages.events import MessagesTranslation
 from proxy.dialects.messages.request import (
     DefinedTool,
     MessagesRequest,

@@ -19,7 +19,7 @@ from proxy.dialects.responses.items import (
 )
 from proxy.errors import BadRequest
 from proxy.fields import check_utf8, parse, raw, raw_value, read
-from proxy.turn.engine_json import encodable
+from proxy.turn.wire import encodable
 from proxy.types import Fields
 
 _AS_THEY_ARE = (
