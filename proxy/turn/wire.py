@@ -103,16 +103,17 @@ class TokenLogprobs(Logprobs, gc=False):
     @property
     def alternatives(self) -> Alternatives:
         """See `Logprobs.alternatives`. They are shown to people and never trained on."""
-        if self.content is not None:
-            if not any(position.top_logprobs for position in self.content):
-                return []
+        if self.content is None:
+            tops = [list((top or {}).items()) for top in self.top_logprobs or ()]
             return [
-                [(token.spelled, token.logprob) for token in position.top_logprobs[:_MOST_ALTERNATIVES]]
-                for position in self.content
+                [(text.encode("utf-8", "replace"), logprob) for text, logprob in top[:_MOST_ALTERNATIVES]]
+                for top in tops
             ]
+        if not any(position.top_logprobs for position in self.content):
+            return []
         return [
-            [(text.encode("utf-8", "replace"), logprob) for text, logprob in list((each or {}).items())[:_MOST_ALTERNATIVES]]
-            for each in self.top_logprobs or ()
+            [(token.spelled, token.logprob) for token in position.top_logprobs[:_MOST_ALTERNATIVES]]
+            for position in self.content
         ]
 
 
