@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 from proxy.engine.sse import split_events
@@ -49,33 +49,38 @@ class Translation(Answer):
 
     def whole(self, parsed: wire.Parsed, body: bytes, read: Completion) -> bytes:
         """See `Answer.whole`. Raises EngineBroken."""
-        choices = parsed.completion.choices or (wire.Choice(),)
-        self._read(parsed.completion, choices[0])
-        return self.message(choices[0])
+        choice = (parsed.completion.choices or (wire.Choice(),))[0]
+        choice.index = 0
+        self._read(parsed.completion, [choice])
+        return self.message(choice)
 
     def event(self, event: bytes, usual: UsualChunk | None, read: Piece | wire.Parsed) -> bytes:
         """See `Answer.event`. Raises EngineBroken."""
         if self._ended:
             return b""
         if isinstance(read, Piece):
-            pieces = [wire.Choice(delta={"content": read.content})] if read.choice == 0 else []
+            choices: Sequence[wire.Choice] = [wire.Choice(read.choice, delta={read.field: read.text})]
         else:
             chunk = read.completion
-            if not is_null(chunk.error):
+            if chunk.error is not wire.ABSENT and not is_null(chunk.error):
                 problem = wire.problem_of(read.cut.rest)
                 status = problem.code if isinstance(problem.code, int) and 400 <= problem.code < 600 else 500
                 return self.error_event(status, problem.message, problem.name)
-            pieces = [choice for choice in chunk.choices or () if not choice.index]
-            self._read(chunk, *pieces)
-        beginning = b"" if self.begun else self.begin()
-        return beginning + b"".join(map(self.piece, pieces))
+            choices = chunk.choices or ()
+            self._read(chunk, choices)
+        events = b"" if self.begun else self.begin()
+        for choice in choices:
+            if not choice.index:
+                events += self.piece(choice)
+        return events
 
-    def _read(self, chunk: wire.Completion, *choices: wire.Choice) -> None:
+    def _read(self, chunk: wire.Completion, choices: Sequence[wire.Choice]) -> None:
         if not self.head.id:
             self.head = chunk
         self.usage = chunk.usage or self.usage
         for choice in choices:
-            self.finish = choice.finish_reason or self.finish
+            if choice.finish_reason is not None and not choice.index:
+                self.finish = choice.finish_reason
 
     def begin(self) -> bytes:
         """The events with which a stream begins, although nothing may have been read yet."""

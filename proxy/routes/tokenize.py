@@ -21,9 +21,8 @@ from proxy.history.given_images import place_images
 from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
 from proxy.routes.base import Route
 from proxy.routes.large_bodies import parsed
-from proxy.turn.message_ids import take_prefix
 from proxy.turn.request import ChatRequest, RequiredPrefix
-from proxy.turn.required_prefix import PrefixRefused, render_with_prefix
+from proxy.turn.required_prefix import PrefixRefused, render_with_prefix, take_prefix
 from proxy.turn.sending import served_model
 from proxy.turn.services import Services
 from proxy.types import Fields, Headers

@@ -7,7 +7,6 @@ itself and the parsed rest holds the mark exactly where the array belongs; else 
 """
 
 import secrets
-from dataclasses import dataclass
 from secrets import randbelow
 
 import msgspec
@@ -31,8 +30,7 @@ _LAST_LOGPROB = b'"top_logprobs":[]}]'
 Span = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(msgspec.Struct, frozen=True, gc=False):
     """A completion and the arrays that were cut out of it; None for those that were not."""
 
     rest: bytes

@@ -32,7 +32,7 @@ def read_completion(parsed: wire.Parsed, sent: bytes = b"", batch: Batch | None 
         sent: the prompt that was sent to the engine, as a JSON array; an equal echo is not parsed.
         batch: the prompts of a request of the completions route, where each choice echoes its prompt.
     """
-    whole, cut = parsed
+    whole, cut = parsed.completion, parsed.cut
     echoes = _Echoes(sent, batch)
     echoes.read(whole)
     completion = Completion(
@@ -281,7 +281,7 @@ class _StreamedChoice:
             sampled.ids = []
         if sampled.logprobs is None:
             sampled.logprobs = []
-        self._texts.setdefault("content", []).append(piece.content)
+        self._texts.setdefault(piece.field, []).append(piece.text)
         cast("list[int]", sampled.ids).append(piece.token_id)
         cast("list[float]", sampled.logprobs).append(piece.logprob)
         self.usage = piece.usage
@@ -330,7 +330,8 @@ def _add(choice: wire.Choice, sampled: SampledChoice) -> None:
         sampled.ids = _joined(sampled.ids, choice.token_ids)
     if choice.logprobs is not None and (logprobs := choice.logprobs.values) is not None:
         sampled.logprobs = _joined(sampled.logprobs, logprobs)
-        sampled.alternatives += choice.logprobs.alternatives
+        if isinstance(choice.logprobs, wire.TokenLogprobs):
+            sampled.alternatives += choice.logprobs.alternatives
     sampled.finish_reason = choice.finish_reason or sampled.finish_reason
     if choice.stop_reason is not None:
         sampled.stop_reason = choice.stop_reason

@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 
 from proxy.engine.sse import data_event, event_data, replace_data
-from proxy.fields import NULL, is_null, raw_value
+from proxy.fields import NULL, is_null, raw, raw_value
 from proxy.history.completion import Completion
 from proxy.turn import wire
 from proxy.turn.answer import DONE, Answer
 from proxy.turn.cut import LOGPROBS_MARK, REFUSALS, Cut
-from proxy.turn.message_ids import add_message_ids
 from proxy.turn.request import EngineRoute, Visible
+from proxy.turn.required_prefix import with_ids
 from proxy.turn.usual_chunk import Piece, UsualChunk
 from proxy.types import Fields
 
@@ -45,13 +45,19 @@ class Redactor(Answer):
 
     def whole(self, parsed: wire.Parsed, body: bytes, read: Completion) -> bytes:
         """See `Answer.whole`."""
-        shown = body
-        if not self._visible.everything:
-            fields = _decoded(parsed.cut)
-            if self._route is EngineRoute.GENERATE and not self._visible.ids:
-                fields |= {name: _NULL for name in _OF_PROMPT if name in fields}
-            shown = self._redacted(fields, _choices(fields), parsed.cut)
-        return add_message_ids(shown, read) if self._visible.on_messages else shown
+        visible = self._visible
+        if visible.everything and not visible.on_messages:
+            return body
+        fields = _decoded(parsed.cut)
+        choices = _choices(fields)
+        if self._route is EngineRoute.GENERATE and not visible.ids:
+            fields |= {name: _NULL for name in _OF_PROMPT if name in fields}
+        if visible.on_messages and read.prompt_ids is not None:
+            for choice, sampled in zip(choices or (), read.choices, strict=False):
+                message = _object(raw_value(choice, "message") or NULL) if isinstance(choice, dict) else None
+                if isinstance(message, dict):
+                    choice["message"] = raw(with_ids(message, read.prompt_ids, sampled))
+        return self._redacted(fields, choices, parsed.cut)
 
     def event(self, event: bytes, usual: UsualChunk | None, read: Piece | wire.Parsed) -> bytes | None:
         """See `Answer.event`. Raises EngineBroken if its data is not a JSON object."""

@@ -4,8 +4,7 @@ The prompt is planned once, for the model that the fleet serves. The replica tha
 that, because the plan holds the conversation and the replica that has its ids cached.
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import time
 from typing import NamedTuple
@@ -87,15 +86,14 @@ class PlannedTurn:
     def routing(self) -> Routing:
         """The facts by which the fleet chooses a replica."""
         request, plan = self.request, self.plan
-        held = self._held(plan)
-        if plan.others:
-            held = _joined([held, *map(self._held, plan.others)])
+        held = [self._held(prompt) for prompt in plan.prompts]
+        most = max(held, key=lambda prefix: prefix.reused)
         return Routing(
             conversation=_conversation(plan) if not plan.others else plan.rollout or "",
-            holder=held.holder,
-            held_since=held.since,
-            ids=held.ids,
-            reused=held.reused,
+            holder=most.holder,
+            held_since=most.since,
+            ids=sum(prefix.ids for prefix in held),
+            reused=sum(prefix.reused for prefix in held if prefix.holder == most.holder),
             tenant=request.tenant,
             completion=True,
             digest=lambda: body_digest(request.retry.path, request.retry.body),
@@ -130,16 +128,6 @@ class _HeldPrefix(NamedTuple):
     """The number of ids of the prompt, approximately."""
     reused: int
     """How many of them the replica holds."""
-
-
-def _joined(held: Sequence[_HeldPrefix]) -> _HeldPrefix:
-    """All prompts of a request, and the replica that holds the most of their ids."""
-    reused: Counter[str] = Counter()
-    for prefix in held:
-        reused[prefix.holder] += prefix.reused
-    [(holder, most)] = reused.most_common(1)
-    since = min(prefix.since for prefix in held if prefix.holder == holder)
-    return _HeldPrefix(holder, since, sum(prefix.ids for prefix in held), most)
 
 
 async def plan_turn(request: ChatRequest, services: Services) -> PlannedTurn:

@@ -11,8 +11,8 @@ msgspec refuses, is read a second time, field by field: evidence of an unknown s
 
 import json
 from array import array
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import msgspec
 
@@ -88,11 +88,6 @@ class Logprobs(msgspec.Struct, gc=False):
         """One log-probability for each sampled id; None if there are none."""
         return self.token_logprobs if self.content is None else [entry.logprob for entry in self.content]
 
-    @property
-    def alternatives(self) -> Alternatives:
-        """The most probable tokens at each sampled id; empty if they were not read."""
-        return []
-
 
 class TokenLogprobs(Logprobs, gc=False):
     """Log-probabilities with their tokens."""
@@ -102,7 +97,7 @@ class TokenLogprobs(Logprobs, gc=False):
 
     @property
     def alternatives(self) -> Alternatives:
-        """See `Logprobs.alternatives`. They are shown to people and never trained on."""
+        """The most probable tokens at each sampled id, which are shown to people and never trained on."""
         if self.content is None:
             tops = [list((top or {}).items()) for top in self.top_logprobs or ()]
             return [
@@ -218,7 +213,7 @@ class _TokenCompletion(Completion):
     choices: tuple[_TokenChoice, ...] | None = None
 
 
-class Parsed(NamedTuple):
+class Parsed(msgspec.Struct, frozen=True, gc=False):
     """A completion or a chunk, and its JSON."""
 
     completion: Completion
@@ -241,7 +236,7 @@ class _Refused(msgspec.Struct):
     error: Problem
 
 
-class CallPiece(NamedTuple):
+class CallPiece(msgspec.Struct, gc=False):
     """A tool call of a message, or the next piece of one."""
 
     position: int
@@ -341,22 +336,27 @@ def text_of(message: dict[str, Any], name: str = "content") -> str:
     return text if isinstance(text, str) else ""
 
 
-def calls_of(message: dict[str, Any]) -> Iterator[CallPiece]:
+def calls_of(message: dict[str, Any]) -> list[CallPiece]:
     """The tool calls in a message, or the pieces of calls in a piece of one. Those of whole messages have no
     index: it is their position."""
     calls = message.get("tool_calls")
-    for position, call in enumerate(calls if isinstance(calls, list) else ()):
-        if not isinstance(call, dict):
-            continue
-        index, function = call.get("index"), call.get("function")
-        function = function if isinstance(function, dict) else {}
-        arguments = function.get("arguments")
-        yield CallPiece(
-            index if type(index) is int else position,
-            text_of(call, "id"),
-            text_of(function, "name"),
-            arguments if isinstance(arguments, str) else None,
-        )
+    if not isinstance(calls, list):
+        return []
+    pieces: list[CallPiece] = []
+    for position, call in enumerate(calls):
+        if isinstance(call, dict):
+            index, function = call.get("index"), call.get("function")
+            function = function if isinstance(function, dict) else {}
+            arguments = function.get("arguments")
+            pieces.append(
+                CallPiece(
+                    index if type(index) is int else position,
+                    text_of(call, "id"),
+                    text_of(function, "name"),
+                    arguments if isinstance(arguments, str) else None,
+                )
+            )
+    return pieces
 
 
 def completion_tokens(usage: bytes) -> int | None:

@@ -1,6 +1,5 @@
 """Parses a request in Anthropic's format to a chat turn, converted for the fleet's chat template."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,7 +11,6 @@ from proxy.dialects.messages.conversation import chat_messages
 from proxy.dialects.messages.request import (
     DefinedTool,
     MessagesRequest,
-    OutputConfig,
     ThinkingDisabled,
     ThinkingEnabled,
     Tool,
@@ -28,24 +26,14 @@ from proxy.fields import is_null, raw
 from proxy.http import Request
 from proxy.turn.request import ChatRequest
 from proxy.turn.services import Services
-from proxy.types import Fields
 from tokenization import ChatTokenizer
 
 _SAME_NAME = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "chat_template_kwargs",
-    "cache_salt",
-    "kv_transfer_params",
-    "ec_transfer_params",
-    "vllm_xargs",
-    "watermarking",
-    "thinking_policy",
+    *("model", "max_tokens", "temperature", "top_p", "top_k", "chat_template_kwargs", "cache_salt"),
+    *("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "watermarking", "thinking_policy"),
 )
 _STREAM = {"include_usage": True, "continuous_usage_stats": True}
 _OBJECT = msgspec.Raw(b'"object"')
-_LIMITS = ("max_tokens", "max_completion_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +67,11 @@ class FleetTemplate:
         if tokenizer is None:
             return TemplateFacts(max_model_len=length)
         if tokenizer is not self._tokenizer or length != self._facts.max_model_len:
-            self._facts = await services.in_thread(lambda: _facts(tokenizer, length))
+            self._facts = await services.in_thread(
+                lambda: TemplateFacts(tokenizer.merges_system, tokenizer.effort_without_thinking, length)
+            )
             self._tokenizer = tokenizer
         return self._facts
-
-
-def _facts(tokenizer: ChatTokenizer, max_model_len: int | None) -> TemplateFacts:
-    return TemplateFacts(tokenizer.merges_system, tokenizer.effort_without_thinking, max_model_len)
 
 
 class MessagesDialect(Dialect):
@@ -116,29 +102,19 @@ class MessagesDialect(Dialect):
     ) -> ChatRequest:
         template = self._template
         options = chat_options(parsed, template.effort_without_thinking)
-        fields = {name: _as_raw(value) for name, value in options.items()}
+        fields = {
+            name: value if isinstance(value, msgspec.Raw) else raw(value) for name, value in options.items()
+        }
         conversation = chat_messages(parsed.system, parsed.messages, merges_system=template.merges_system)
         fields["messages"] = raw(conversation.messages)
         visible = visible_of(fields)
         apply_session(fields, session)
-        _limit_answer(fields, template.max_model_len)
+        # clients name the limits of other models. vLLM shortens an answer that does not fit after its prompt,
+        # but refuses a limit over the whole context
+        for name in ("max_tokens", "max_completion_tokens"):
+            if template.max_model_len is not None and (number(fields, name) or 0) > template.max_model_len:
+                fields[name] = raw(template.max_model_len)
         return chat_request(request, fields, session, visible, tokens=conversation.signatures)
-
-
-def _as_raw(value: object) -> msgspec.Raw:
-    return value if isinstance(value, msgspec.Raw) else raw(value)
-
-
-def _limit_answer(fields: Fields, max_model_len: int | None) -> None:
-    """Limit the answer to the model's context, because clients name the limits of other models.
-
-    vLLM shortens an answer that does not fit after its prompt, but refuses a limit over the whole context.
-    """
-    if max_model_len is None:
-        return
-    for name in _LIMITS:
-        if (number(fields, name) or 0) > max_model_len:
-            fields[name] = raw(max_model_len)
 
 
 def chat_options(request: MessagesRequest, effort_without_thinking: str) -> dict[str, Any]:
@@ -150,105 +126,65 @@ def chat_options(request: MessagesRequest, effort_without_thinking: str) -> dict
     Raises:
         BadRequest: a tool or the choice between tools is wrong.
     """
-    fields: dict[str, Any] = {"model": request.model, "max_tokens": request.max_tokens}
-    fields |= {name: getattr(request, name) for name in _SAME_NAME}
+    fields: dict[str, Any] = {name: getattr(request, name) for name in _SAME_NAME}
     fields["stop"] = request.stop_sequences
     if request.stream:
         fields |= {"stream": True, "stream_options": _STREAM}
-    fields |= _output(request.output_config)
+    if (config := request.output_config) is not None:
+        fields["reasoning_effort"] = config.effort
+        if config.format is not None and config.format.schema:
+            schema = {"name": "json_schema", "schema": config.format.schema}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     match request.thinking:
         case ThinkingDisabled():
             fields["reasoning_effort"] = effort_without_thinking
         case ThinkingEnabled():
             fields["thinking_token_budget"] = request.thinking.budget_tokens
-    fields |= _tools(request)
+    if tools := [_chat_tool(path, tool) for path, tool in _tools_in_effect(request)]:
+        fields["tools"] = tools
+    fields |= _chat_tool_choice(request.tool_choice, bool(tools))
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _output(config: OutputConfig | None) -> dict[str, Any]:
-    if config is None:
-        return {}
-    fields: dict[str, Any] = {"reasoning_effort": config.effort}
-    if config.format is not None and config.format.schema:
-        schema = {"name": "json_schema", "schema": config.format.schema}
-        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-    return fields
-
-
-def _tools(request: MessagesRequest) -> dict[str, Any]:
-    changes = [
-        block
-        for message in request.messages
-        if not isinstance(message.content, str)
-        for block in message.content
-        if isinstance(block, ToolAddition | ToolRemoval)
-    ]
-    tools = chat_tools(tools_in_effect(request.tools, changes))
-    choice = chat_tool_choice(request.tool_choice, bool(tools))
-    return {"tools": tools, **choice} if tools else choice
-
-
-def tools_in_effect(
-    tools: Sequence[Tool] | None, changes: Sequence[ToolAddition | ToolRemoval]
-) -> list[tuple[str, Tool]]:
+def _tools_in_effect(request: MessagesRequest) -> list[tuple[str, Tool]]:
     """The tools that the model has at the end of the conversation, each with its path in the request.
 
     Raises:
         BadRequest: a change names a tool that the request does not define.
     """
-    declared = [(f"tools[{index}]", tool) for index, tool in enumerate(tools or [])]
+    declared = [(f"tools[{index}]", tool) for index, tool in enumerate(request.tools or [])]
+    contents = (message.content for message in request.messages if not isinstance(message.content, str))
+    changes = [
+        block for content in contents for block in content if isinstance(block, ToolAddition | ToolRemoval)
+    ]
     if not changes:
         return declared
-    by_name = {tool.name: (path, tool) for path, tool in declared}
+    tools = {tool.name: (path, tool) for path, tool in declared}
     removed: set[str] = set()
     for change in changes:
-        name = _apply(change, by_name)
+        if isinstance(change.tool, DefinedTool):
+            name = change.tool.definition.name
+            tools[name] = ("messages", change.tool.definition)
+        else:
+            name = change.tool.name
+        if name not in tools:
+            raise BadRequest(f"messages: the tool {name!r} is not in `tools`", param="messages")
         if isinstance(change, ToolRemoval):
             removed.add(name)
-        else:
-            removed.discard(name)
-    return [defined for name, defined in by_name.items() if name not in removed]
-
-
-def _apply(change: ToolAddition | ToolRemoval, tools: dict[str, tuple[str, Tool]]) -> str:
-    """Define the tool of a change, or no longer defer it; returns its name. Raises BadRequest."""
-    if isinstance(change.tool, DefinedTool):
-        definition = change.tool.definition
-        tools[definition.name] = ("messages", definition)
-        return definition.name
-    name = change.tool.name
-    if name not in tools:
-        raise BadRequest(f"messages: the tool {name!r} is not in `tools`", param="messages")
-    if isinstance(change, ToolAddition):
+            continue
+        removed.discard(name)
         path, tool = tools[name]
-        tools[name] = (path, msgspec.structs.replace(tool, defer_loading=None))
-    return name
+        if not isinstance(change.tool, DefinedTool):
+            tools[name] = (path, msgspec.structs.replace(tool, defer_loading=None))
+    return [defined for name, defined in tools.items() if name not in removed]
 
 
-def chat_tools(tools: Sequence[tuple[str, Tool]]) -> list[dict[str, Any]]:
-    """The tools as chat completions define them.
+def _chat_tool(path: str, tool: Tool) -> dict[str, Any]:
+    """A tool as chat completions define it. Its schema is an object unless it has another type.
 
     Raises:
-        BadRequest: a tool has no schema: those that Anthropic's servers run cannot run here.
+        BadRequest: it has no schema: tools that Anthropic's servers run cannot run here.
     """
-    return [{"type": "function", "function": _function(path, tool)} for path, tool in tools]
-
-
-def _function(path: str, tool: Tool) -> dict[str, Any]:
-    function: dict[str, Any] = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": _schema(path, tool),
-    }
-    if tool.strict is not None:
-        function["strict"] = tool.strict
-    if tool.defer_loading is not None:
-        function["defer_loading"] = tool.defer_loading
-    return function
-
-
-def _schema(path: str, tool: Tool) -> msgspec.Raw:
-    """The schema of the arguments, an object unless it has another type. Raises BadRequest."""
     if is_null(tool.input_schema):
         if tool.type in (None, "custom"):
             raise BadRequest(f"{path}.input_schema: required", param=f"{path}.input_schema")
@@ -261,12 +197,19 @@ def _schema(path: str, tool: Tool) -> msgspec.Raw:
         schema = msgspec.json.decode(tool.input_schema, type=dict[str, msgspec.Raw])
     except msgspec.DecodeError as error:
         raise BadRequest(f"{path}.input_schema: must be an object", param=f"{path}.input_schema") from error
-    if "type" in schema:
-        return tool.input_schema
-    return msgspec.Raw(msgspec.json.encode({**schema, "type": _OBJECT}))
+    function: dict[str, Any] = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.input_schema,
+    }
+    if "type" not in schema:
+        function["parameters"] = raw({**schema, "type": _OBJECT})
+    more = {"strict": tool.strict, "defer_loading": tool.defer_loading}
+    function |= {name: value for name, value in more.items() if value is not None}
+    return {"type": "function", "function": function}
 
 
-def chat_tool_choice(choice: ToolChoice | None, has_tools: bool) -> dict[str, Any]:
+def _chat_tool_choice(choice: ToolChoice | None, has_tools: bool) -> dict[str, Any]:
     """The chat fields for a choice between tools.
 
     Raises:
@@ -274,16 +217,12 @@ def chat_tool_choice(choice: ToolChoice | None, has_tools: bool) -> dict[str, An
     """
     if choice is None:
         return {"tool_choice": "auto"} if has_tools else {}
-    fields: dict[str, Any] = {"parallel_tool_calls": not choice.disable_parallel_tool_use}
-    match choice.type:
-        case "tool":
-            if not choice.name:
-                raise BadRequest("tool_choice.name: required for the type `tool`", param="tool_choice.name")
-            fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
-        case "any":
-            fields["tool_choice"] = "required"
-        case _ if has_tools:
-            fields["tool_choice"] = choice.type
-        case _:
-            return {}  # without tools there is nothing to choose, and a chat completion may not have a choice
-    return fields
+    parallel = {"parallel_tool_calls": not choice.disable_parallel_tool_use}
+    if choice.type == "tool":
+        if not choice.name:
+            raise BadRequest("tool_choice.name: required for the type `tool`", param="tool_choice.name")
+        return {**parallel, "tool_choice": {"type": "function", "function": {"name": choice.name}}}
+    if choice.type == "any":
+        return {**parallel, "tool_choice": "required"}
+    # without tools there is nothing to choose, and a chat completion may not have a choice
+    return {**parallel, "tool_choice": choice.type} if has_tools else {}

@@ -59,7 +59,7 @@ def test_a_client_that_asked_for_everything_gets_the_engines_bytes() -> None:
     assert redact_completion(body, Visible(ids=True, logprobs=True)) is body
     everything = Redactor(Visible(ids=True, logprobs=True, usage=True, running_usage=True))
     for data in (encoded(chunk(piece()), spaced=True), b"not even JSON"):
-        assert everything.event(data, None, Piece(0, "", 0, 0.0, b"")) is data
+        assert everything.event(data, None, Piece(0, "content", "", 0, 0.0, b"")) is data
 
 
 def test_other_fields_keep_the_engines_spelling() -> None:
