@@ -5,15 +5,13 @@
 3. What was sampled is recorded before the client gets the end of its response.
 """
 
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from functools import partial
 
 from proxy.errors import ApiError, EngineBroken
 from proxy.fleet.weight_tags import unknown
 from proxy.history.completion import Batch, Completion
 from proxy.history.plan import prompt_of
-from proxy.history.recorder import Recording
 from proxy.http import BytesResponse, Response, is_event_stream
 from proxy.turn import wire
 from proxy.turn.answer import Answer
@@ -22,7 +20,7 @@ from proxy.turn.reader import read_completion
 from proxy.turn.redactor import Redactor
 from proxy.turn.request import ChatRequest
 from proxy.turn.required_prefix import PrefixRefused
-from proxy.turn.sending import PlannedTurn, plan_turn
+from proxy.turn.sending import plan_turn
 from proxy.turn.services import Services
 from proxy.turn.stream import RecordedStream
 
@@ -50,13 +48,14 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
         if attempt.earlier is not None:
             headers = [*attempt.earlier.headers, (b"x-request-replayed", b"true")]
             return BytesResponse(attempt.earlier.status, headers, attempt.earlier.body)
+        claims = await stack.enter_async_context(history.claims())
         try:
             request = await history.echoes.resolve(request)
-            turn = await plan_turn(request, services)
+            turn = await plan_turn(request, services, claims)
         except PrefixRefused as refused:
             await attempt.fail(refused.response.status)
             return refused.response
-        recording = await stack.enter_async_context(_recording(turn, services))
+        recording = history.recorder.start(turn.plan, claims, turn.add_weights)
         response = await services.fleet.send(turn.send, turn.routing())
         stack.push_async_callback(response.aclose)
         plan, tag = turn.plan, turn.tag
@@ -89,22 +88,6 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
         else:
             await attempt.keep(response.status, response.headers, shown)
         return BytesResponse(response.status, response.headers, shown)
-
-
-@asynccontextmanager
-async def _recording(turn: PlannedTurn, services: Services) -> AsyncIterator[Recording]:
-    """Records a turn. Its rollouts are kept from eviction until the block ends; turns that it claimed are
-    released if nothing was recorded."""
-    history = services.history
-    recording = history.recorder.start(turn.plan, turn.add_weights)
-    try:
-        with ExitStack() as pins:
-            for prompt in turn.plan.prompts:
-                pins.enter_context(history.pins.hold(prompt.placement.session.id))
-            yield recording
-    finally:
-        for placement in recording.unrecorded:
-            await history.placer.release(placement)
 
 
 def _read(
