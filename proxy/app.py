@@ -25,10 +25,9 @@ from proxy.monitoring.middleware import Monitor, Observer
 from proxy.monitoring.tracing import make_tracing
 from proxy.routes.auth import ApiKeys, Keys, NoKeys, is_loopback
 from proxy.routes.credentials import EngineCredentials, TenantOf, single_tenant, tenant_in_scope
-from proxy.routes.direct import DirectRoutes
 from proxy.routes.gate import Gate
 from proxy.routes.key_file import KeyFile
-from proxy.routes.mount import mount
+from proxy.routes.mount import DirectRoutes, mount
 from proxy.routes.routes import all_routes
 from proxy.services import make_membership, make_services
 from proxy.settings import Settings, lends_credentials, proof_folder

@@ -6,23 +6,20 @@ which closes the engine's response, so that vLLM aborts.
 
 import asyncio
 import logging
-import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote
 
-import fastapi
-from fastapi.routing import APIRoute
-from starlette.routing import Match
-
-from proxy.errors import ApiError, BadRequest, BodyTimeout, BodyTooLarge, Forbidden
+from proxy.errors import ApiError, BodyTimeout, BodyTooLarge, EngineUnavailable, Forbidden
+from proxy.history.store import StoreError
 from proxy.history.store_time import store_time
 from proxy.http import Request, is_event_stream
 from proxy.monitoring.exchange import Exchange
 from proxy.monitoring.middleware import EXCHANGE_KEY, Monitor, Observer
 from proxy.routes.base import Route
 from proxy.routes.credentials import SCOPE_KEY, SINGLE_TENANT, TenantOf
+from proxy.routes.paths import check_path, raw_path
 from proxy.routes.scopes import SCOPES_KEY, KeyScope
 from proxy.routes.sending import send_body, send_error, send_events
 from proxy.turn.services import Services
@@ -39,16 +36,14 @@ WATCH_AFTER_S = 0.1
 """Seconds after which a request is cancelled if its client disconnects, or disconnected before."""
 
 _READING = ("GET", "HEAD")
-_ENCODED_SLASH = re.compile("%(2f|5c)", re.IGNORECASE)
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class ClientGone(Exception):
     """The client left before its request was complete."""
 
 
-class Endpoint(fastapi.Response):
-    """A route as an ASGI application (a Response, so that FastAPI's routing runs it as it is)."""
+class Endpoint:
+    """A route as an ASGI application."""
 
     def __init__(
         self,
@@ -57,14 +52,14 @@ class Endpoint(fastapi.Response):
         tenant_of: TenantOf,
         observer: Observer,
         *,
-        checks_scopes: bool = False,
+        inside_vllm: bool = False,
     ) -> None:
-        """`checks_scopes`: whether the ASGI scope of each request holds the scopes of its client."""
+        """`inside_vllm`: whether nothing before it checked the path, and determined the client's scopes."""
         self.route = route
         self._monitor = Monitor(self._observed, observer)
         self._services = services
         self._tenant_of = tenant_of
-        self._checks_scopes = checks_scopes
+        self._inside_vllm = inside_vllm
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -83,8 +78,9 @@ class Endpoint(fastapi.Response):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope[EXCHANGE_KEY]
         try:
-            check_path(scope)
-            if self._checks_scopes:
+            if self._inside_vllm:
+                check_path(scope)
+            else:
                 _check_scope(scope, self._needed_scope(scope))
             services = self._services(scope)
             with services.running.cuttable():
@@ -124,6 +120,10 @@ class Endpoint(fastapi.Response):
         except ApiError as error:
             await send_error(send, error, request.path)
             return
+        except StoreError as error:
+            problem = f"the store does not respond, try again later: {error}"
+            await send_error(send, EngineUnavailable(problem), request.path)
+            return
         try:
             if is_event_stream(response.headers):
                 await send_events(response, request.path, send, running)
@@ -143,100 +143,22 @@ class Endpoint(fastapi.Response):
         path = self._path(scope)
         query: bytes = scope.get("query_string", b"")
         target = f"{path}?{query.decode('latin-1')}" if query else path
-        may_read = not self._checks_scopes or KeyScope.READ in scope.get(SCOPES_KEY, ())
+        may_read = self._inside_vllm or KeyScope.READ in scope.get(SCOPES_KEY, ())
         return Request(
-            scope["method"], target, list(scope["headers"]), body, tenant=tenant, may_read=may_read
+            scope["method"],
+            target,
+            list(scope["headers"]),
+            body,
+            tenant=tenant,
+            may_read=may_read,
+            parameters=scope.get("path_params", {}),
         )
 
     def _path(self, scope: Scope) -> str:
-        return self.route.canonical_path(raw_path(scope), scope.get("path_params", {}))
+        return raw_path(scope) if "{" in self.route.path else self.route.path
 
     def _needed_scope(self, scope: Scope) -> KeyScope | None:
         return self.route.needed_scope(scope["method"], unquote(self._path(scope)))
-
-
-class EndpointRoute(APIRoute):
-    """A FastAPI route that leaves the request to its endpoint: no parsing, no validation, no copies."""
-
-    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
-        super().__init__(path, endpoint, **options)
-        self._fixed = path.partition("{")[0]
-        """What every path of this route contains: `/v1/sessions/` of `/v1/sessions/{session}`."""
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """See `starlette.routing.BaseRoute.matches`."""
-        # A route with its aliases has four paths: a substring test excludes most of them faster than a regex
-        return super().matches(scope) if self._fixed in scope["path"] else (Match.NONE, {})
-
-    def get_route_handler(self) -> Callable[[fastapi.Request], Awaitable[fastapi.Response]]:  # type: ignore[override]
-        """The endpoint itself, without FastAPI's handling of parameters."""
-        endpoint: Callable[[fastapi.Request], Awaitable[fastapi.Response]] = self.endpoint
-        return endpoint
-
-
-def endpoint_routes(serving: Endpoint) -> list[EndpointRoute]:
-    """The routes of a canonical path: one for each method, the first of which is in the OpenAPI page."""
-    route = serving.route
-    methods = [route.methods] if route.catches_all else [(method,) for method in route.methods]
-    is_shown = route.is_public and not route.catches_all
-    return [
-        _endpoint_route(serving, route.path, names, shown=is_shown and names == methods[0])
-        for names in methods
-    ]
-
-
-def alias_routes(serving: Endpoint, paths: Sequence[str]) -> list[EndpointRoute]:
-    """The routes of other paths to the same route. The OpenAPI page does not show them."""
-    return [_endpoint_route(serving, path, serving.route.methods, shown=False) for path in paths]
-
-
-def _endpoint_route(serving: Endpoint, path: str, methods: Sequence[str], *, shown: bool) -> EndpointRoute:
-    route = serving.route
-
-    async def endpoint(request: fastapi.Request) -> fastapi.Response:
-        return serving
-
-    return EndpointRoute(
-        path,
-        endpoint,
-        methods=list(methods),
-        name=type(route).__name__,
-        summary=route.summary or None,
-        description=route.description,
-        openapi_extra=route.openapi or None,
-        include_in_schema=shown,
-        response_model=None,
-    )
-
-
-def raw_path(scope: Scope) -> str:
-    """The path as the client sent it, percent-encoded; without the application's root path."""
-    path: bytes = scope.get("raw_path") or scope["path"].encode()
-    root = scope.get("root_path", "").encode()
-    if root and path.startswith(root):
-        path = path[len(root) :]
-    return path.decode("latin-1")
-
-
-def check_path(scope: Scope) -> None:
-    """Refuse a path that the proxy and an engine, or a server between them, may read differently.
-
-    Raises:
-        BadRequest: it holds an encoded slash, a `.` or `..` segment or a control character, or is not a path.
-    """
-    raw = raw_path(scope)
-    decoded = unquote(raw)
-    if not raw.startswith("/"):
-        problem = "must begin with a slash"
-    elif _ENCODED_SLASH.search(raw) or "\\" in raw:
-        problem = "must not hold an encoded slash (%2F) or a backslash"
-    elif any(segment in (".", "..") for segment in decoded.split("/")):
-        problem = "must not hold the segments . and .."
-    elif _CONTROL.search(decoded):
-        problem = "must not hold control characters"
-    else:
-        return
-    raise BadRequest(f"the path of the URL {problem}", param="path", code="invalid_path")
 
 
 def _check_scope(scope: Scope, needed: KeyScope | None) -> None:
