@@ -78,7 +78,7 @@ class ApiKeys:
             verified = {SCOPE_KEY: key.tenant, SCOPES_KEY: key.scopes | granted}
             await self._app({**scope, "headers": headers, **verified}, receive, send)
         elif is_open:
-            await self._app({**scope, SCOPES_KEY: frozenset(granted)}, receive, send)
+            await self._app({**scope, SCOPES_KEY: granted}, receive, send)
         else:
             error = Unauthorized(
                 "send an API key of this proxy as `Authorization: Bearer KEY` or `X-API-Key: KEY`",

@@ -5,9 +5,9 @@ which closes the engine's response, so that vLLM aborts.
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from urllib.parse import unquote
 
@@ -16,7 +16,7 @@ from proxy.history.store import StoreError
 from proxy.history.store_time import store_time
 from proxy.http import Request, is_event_stream
 from proxy.monitoring.exchange import Exchange
-from proxy.monitoring.middleware import EXCHANGE_KEY, Monitor, Observer
+from proxy.monitoring.middleware import EXCHANGE_KEY
 from proxy.routes.base import Route
 from proxy.routes.credentials import SCOPE_KEY, SINGLE_TENANT, TenantOf
 from proxy.routes.paths import check_path, raw_path
@@ -25,8 +25,6 @@ from proxy.routes.sending import send_body, send_error, send_events
 from proxy.turn.services import Services
 from proxy.types import Receive, Scope, Send
 
-log = logging.getLogger("tokenproxy")
-
 BODY_TIMEOUT_S = 30.0
 """How long a request's body may take that arrives slower than `BODY_BYTES_PER_S`."""
 BODY_BYTES_PER_S = 65_536
@@ -34,8 +32,6 @@ BODY_BYTES_PER_S = 65_536
 
 WATCH_AFTER_S = 0.1
 """Seconds after which a request is cancelled if its client disconnects, or disconnected before."""
-
-_READING = ("GET", "HEAD")
 
 
 class ClientGone(Exception):
@@ -50,67 +46,53 @@ class Endpoint:
         route: Route,
         services: Callable[[Scope], Services],
         tenant_of: TenantOf,
-        observer: Observer,
         *,
         inside_vllm: bool = False,
     ) -> None:
         """`inside_vllm`: whether nothing before it checked the path, and determined the client's scopes."""
         self.route = route
-        self._monitor = Monitor(self._observed, observer)
         self._services = services
         self._tenant_of = tenant_of
         self._inside_vllm = inside_vllm
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        await self._monitor(scope, receive, send)
-
-    async def _observed(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope[EXCHANGE_KEY]
-        exchange.route = self.route.label
-        exchange.observed = self.route.observed
-        if not exchange.observed:
-            await self._answer(scope, receive, send)
-            return
-        with exchange.metrics.in_progress():
-            await self._answer(scope, receive, send)
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange: Exchange = scope[EXCHANGE_KEY]
-        try:
-            if self._inside_vllm:
-                check_path(scope)
+        exchange.route, exchange.observed = self.route.label, self.route.observed
+        with exchange.metrics.in_progress() if exchange.observed else nullcontext():
+            try:
+                services = self._services(scope)
+                with services.running.cuttable():
+                    request = await self._read(scope, receive, services.body_limit_bytes)
+            except ClientGone:
+                exchange.leave()
+            except ApiError as error:
+                await send_error(send, error, scope["path"])
             else:
-                _check_scope(scope, self._needed_scope(scope))
-            services = self._services(scope)
-            with services.running.cuttable():
-                # Before the body is read: a client without a valid credential must not fill the memory
-                tenant = await self._tenant(scope)
-                body = await read_body(scope, receive, services.body_limit_bytes, BODY_TIMEOUT_S)
-        except ClientGone:
-            exchange.leave()
-            self._log_unread(scope)
-            return
-        except ApiError as error:
-            await send_error(send, error, scope["path"])
-            return
-        with (
-            _ClientWatch(receive, exchange),
-            store_time(self.route.store_seconds or services.store_timeout_s),
-        ):
-            await self._serve(self._request(scope, body, tenant), services, send)
+                store_s = self.route.store_seconds or services.store_timeout_s
+                with _ClientWatch(receive, exchange), store_time(store_s):
+                    await self._serve(request, services, send)
 
-    def _log_unread(self, scope: Scope) -> None:
-        """Log an admin call that is not done, because its client left before the request was read.
-
-        The server drops a body that has arrived once the connection is closed.
-        """
-        if scope["method"] not in _READING and self._needed_scope(scope) is KeyScope.ADMIN:
-            log.warning(
-                "%s %s is not done: its client disconnected before the request was read",
-                scope["method"],
-                self._path(scope),
-            )
+    async def _read(self, scope: Scope, receive: Receive, limit: int) -> Request:
+        """The request, once its client may send it. Raises ApiError or ClientGone."""
+        path = raw_path(scope) if "{" in self.route.path else self.route.path
+        if self._inside_vllm:
+            check_path(scope)
+        else:
+            _check_scope(scope, self.route.needed_scope(scope["method"], unquote(path)))
+        # Before the body is read: a client without a valid credential must not fill the memory
+        needs_tenant = self.route.needs_tenant
+        tenant = await self._tenant_of(scope) if needs_tenant else scope.get(SCOPE_KEY, SINGLE_TENANT)
+        query: bytes = scope.get("query_string", b"")
+        return Request(
+            scope["method"],
+            f"{path}?{query.decode('latin-1')}" if query else path,
+            list(scope["headers"]),
+            await read_body(scope, receive, limit, BODY_TIMEOUT_S),
+            tenant=tenant,
+            may_read=self._inside_vllm or KeyScope.READ in scope.get(SCOPES_KEY, ()),
+            parameters=scope.get("path_params", {}),
+        )
 
     async def _serve(self, request: Request, services: Services, send: Send) -> None:
         running = services.running
@@ -131,34 +113,6 @@ class Endpoint:
                 await send_body(response, request.path, send, running)
         finally:
             await response.aclose()
-
-    async def _tenant(self, scope: Scope) -> str:
-        """The tenant of a request; for a route that needs none, only one that is verified already."""
-        if self.route.needs_tenant:
-            return await self._tenant_of(scope)
-        tenant: str = scope.get(SCOPE_KEY, SINGLE_TENANT)
-        return tenant
-
-    def _request(self, scope: Scope, body: bytes, tenant: str) -> Request:
-        path = self._path(scope)
-        query: bytes = scope.get("query_string", b"")
-        target = f"{path}?{query.decode('latin-1')}" if query else path
-        may_read = self._inside_vllm or KeyScope.READ in scope.get(SCOPES_KEY, ())
-        return Request(
-            scope["method"],
-            target,
-            list(scope["headers"]),
-            body,
-            tenant=tenant,
-            may_read=may_read,
-            parameters=scope.get("path_params", {}),
-        )
-
-    def _path(self, scope: Scope) -> str:
-        return raw_path(scope) if "{" in self.route.path else self.route.path
-
-    def _needed_scope(self, scope: Scope) -> KeyScope | None:
-        return self.route.needed_scope(scope["method"], unquote(self._path(scope)))
 
 
 def _check_scope(scope: Scope, needed: KeyScope | None) -> None:

@@ -6,7 +6,8 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.routing import Match
 
-from proxy.monitoring.middleware import Observer
+from proxy.monitoring.middleware import Monitor, Observer
+from proxy.routes.base import Route
 from proxy.routes.credentials import TenantOf
 from proxy.routes.endpoint import Endpoint
 from proxy.routes.paths import OtherPaths, Paths
@@ -23,7 +24,7 @@ def mount(
     *,
     inside_vllm: bool,
     disabled: Collection[str] = (),
-) -> dict[tuple[str, str], Endpoint]:
+) -> dict[tuple[str, str], ASGIApp]:
     """Add the routes to `app`. Where two match a request, the one added first serves it.
 
     Returns the endpoints of fixed paths, by method and path.
@@ -31,12 +32,12 @@ def mount(
     Args:
         services: returns the services of a request; called for each request.
         tenant_of: returns the tenant of a request; called for each request to a route that needs it.
-        observer: gets a report of each request.
+        observer: inside vLLM, gets a report of each request to one of these routes.
         inside_vllm: whether `app` is vLLM's own, which serves the other routes itself.
         disabled: canonical paths of routes that are not added.
     """
     existing = list(app.router.routes)
-    fixed: dict[tuple[str, str], Endpoint] = {}
+    fixed: dict[tuple[str, str], ASGIApp] = {}
     for route in all_routes():
         if route.path in disabled or (inside_vllm and not route.inside_vllm):
             continue
@@ -44,9 +45,11 @@ def mount(
             scope = {"type": "http", "method": route.methods[0], "path": route.path, "root_path": ""}
             if not any(own.matches(scope)[0] is Match.FULL for own in existing):
                 continue
-        endpoint = Endpoint(route, services, tenant_of, observer, inside_vllm=inside_vllm)
+        endpoint: ASGIApp = Endpoint(route, services, tenant_of, inside_vllm=inside_vllm)
+        if inside_vllm:  # in front of vLLM, the application's first middleware observes every request
+            endpoint = Monitor(endpoint, observer)
         for method in route.methods:
-            app.router.routes.append(_api_route(endpoint, method))
+            app.router.routes.append(_api_route(route, method, endpoint))
             if "{" not in route.path:
                 fixed.setdefault((method, route.path), endpoint)
     if inside_vllm:
@@ -54,9 +57,8 @@ def mount(
     return fixed
 
 
-def _api_route(endpoint: Endpoint, method: str) -> APIRoute:
+def _api_route(route: Route, method: str, endpoint: ASGIApp) -> APIRoute:
     """A FastAPI route that leaves the request to its endpoint: no parsing, no validation, no copies."""
-    route = endpoint.route
 
     async def described() -> None:
         """What FastAPI's OpenAPI page examines."""
@@ -83,7 +85,7 @@ class DirectRoutes:
     an endpoint of ours needs none of them.
     """
 
-    def __init__(self, app: ASGIApp, endpoints: Mapping[tuple[str, str], Endpoint]) -> None:
+    def __init__(self, app: ASGIApp, endpoints: Mapping[tuple[str, str], ASGIApp]) -> None:
         self._app = app
         self._endpoints = endpoints
 
