@@ -12,12 +12,12 @@ import httpx
 import msgspec
 from tqdm import tqdm
 
-from proxy.engine.http import normalise_base_url
 from proxy.errors import BadRequest
 from proxy.export_options import STDOUT, UsageError, chosen_store
 from proxy.history.store import Store, StoreError
 from proxy.routes.session_names import check_name
 from proxy.samples.export import ExportRefused, chosen_rollouts, whole_file
+from proxy.urls import normalise_base_url
 from proxy.viewer.exported import NotAnExport, read_export
 from proxy.viewer.page import single_file
 from proxy.viewer.recording import Leaf, PageData, Recording, add_recording

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from proxy.dialects.base import header
-from proxy.engine.http import normalise_base_url, without_credentials
 from proxy.errors import BadRequest, NotFound
 from proxy.fields import parse, read
 from proxy.fleet.admin_calls import ADMIN_CALLS, AdminCall
@@ -13,6 +12,7 @@ from proxy.http import Request, Response, json_response, query_value
 from proxy.routes.base import Route
 from proxy.routes.scopes import KeyScope
 from proxy.turn.services import Services
+from proxy.urls import normalise_base_url, without_credentials
 
 
 class Replicas(Route):

@@ -7,9 +7,9 @@ import httpx
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from proxy.engine.http import normalise_base_url
 from proxy.top.snapshot import Snapshot, Unreachable, take
 from proxy.top.view import render, render_problem
+from proxy.urls import normalise_base_url
 
 _WIDTH = 160
 """Number of columns if stdout is not a terminal."""
