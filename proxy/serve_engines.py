@@ -26,10 +26,8 @@ from ray.serve import Application
 from ray.util import get_node_ip_address, list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from proxy.demo.children import child_environment
+from proxy.children import GRACE_S, child_environment, free_port
 from proxy.fleet.membership import resolve_host
-from proxy.ports import free_port
-from proxy.serve_child import GRACE_S
 from proxy.urls import ACTOR_SCHEME, UpstreamsError, normalise_base_url
 
 log = logging.getLogger("tokenproxy")
@@ -289,4 +287,4 @@ def _command(arguments: EngineArguments, url: str) -> list[str]:
     command = ["proxy.cli", "vllm"] if arguments.plugin else ["vllm.entrypoints.cli.main", "serve"]
     address = ["--host", host, "--port", port]
     python = [sys.executable, "-m"]
-    return [*python, "proxy.serve_child", *python, *command, arguments.model, *address, *arguments.flags]
+    return [*python, "proxy.children", *python, *command, arguments.model, *address, *arguments.flags]
