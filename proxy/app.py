@@ -23,7 +23,7 @@ from proxy.http import Request, Response
 from proxy.metrics import Metrics, measure_lag
 from proxy.monitoring.middleware import Monitor, Observer
 from proxy.monitoring.tracing import make_tracing
-from proxy.routes.auth import ApiKeys, Keys, NoKeys, is_loopback
+from proxy.routes.auth import ApiKeys, NoKeys, is_loopback
 from proxy.routes.credentials import EngineCredentials, TenantOf, single_tenant, tenant_in_scope
 from proxy.routes.gate import Gate
 from proxy.routes.key_file import KeyFile
@@ -169,7 +169,11 @@ def _guard(app: FastAPI, settings: Settings, key_file: KeyFile | None) -> None:
             [key.get_secret_value() for key in group] for group in (settings.api_key, settings.admin_key)
         )
         app.add_middleware(
-            ApiKeys, keys=Keys(keys, admin_keys, key_file), metrics_need_key=settings.metrics_need_key
+            ApiKeys,
+            keys=keys,
+            admin_keys=admin_keys,
+            file=key_file,
+            metrics_need_key=settings.metrics_need_key,
         )
     else:
         app.add_middleware(NoKeys, loopback=is_loopback(settings.host), cors_origins=settings.cors_origins)

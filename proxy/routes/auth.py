@@ -27,29 +27,6 @@ _FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-real-ip"})
 """Headers that another proxy adds to a request."""
 
 
-class Keys:
-    """All keys of the proxy: those of the settings, and those of the key file."""
-
-    def __init__(
-        self, keys: Sequence[str], admin_keys: Sequence[str] = (), file: KeyFile | None = None
-    ) -> None:
-        self._file = file
-        self._plain: list[ApiKey] = []
-        for scopes, group in ((EVERY_SCOPE, admin_keys), (WITHOUT_ADMIN, keys)):
-            self._plain += [ApiKey(tenant_of_key(key.encode()), scopes) for key in group]
-
-    def find(self, key: bytes) -> ApiKey | None:
-        """The tenant and scopes of a key; None if it is not one of these keys."""
-        sent, found = tenant_of_key(key), None
-        # All digests have one length, and all are compared, so the time reveals nothing about the keys
-        for plain in self._plain:
-            if secrets.compare_digest(sent, plain.tenant) and found is None:
-                found = plain
-        if found is None and self._file is not None:
-            found = self._file.find(key)
-        return found
-
-
 class ApiKeys:
     """Accepts requests with one of the keys, and puts their tenant and scopes into the ASGI scope.
 
@@ -57,10 +34,20 @@ class ApiKeys:
     request.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, metrics_need_key: bool = False) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Sequence[str],
+        admin_keys: Sequence[str] = (),
+        file: KeyFile | None = None,
+        metrics_need_key: bool = False,
+    ) -> None:
         """`metrics_need_key`: whether `/metrics` needs a key with the scope `read`."""
         self._app = app
-        self._keys = keys
+        self._file = file
+        self._plain: list[ApiKey] = []
+        for scopes, group in ((EVERY_SCOPE, admin_keys), (WITHOUT_ADMIN, keys)):
+            self._plain += [ApiKey(tenant_of_key(key.encode()), scopes) for key in group]
         self._open = OPEN_PATHS - {_METRICS} if metrics_need_key else OPEN_PATHS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -107,7 +94,15 @@ class ApiKeys:
             key = value
         else:
             return None
-        return self._keys.find(key.strip())
+        return self._find(key.strip())
+
+    def _find(self, key: bytes) -> ApiKey | None:
+        sent, found = tenant_of_key(key), None
+        # All digests have one length, and all are compared, so the time reveals nothing about the keys
+        for plain in self._plain:
+            if secrets.compare_digest(sent, plain.tenant) and found is None:
+                found = plain
+        return self._file.find(key) if found is None and self._file is not None else found
 
 
 class NoKeys:
