@@ -2,11 +2,11 @@
 
 import msgspec
 
-from proxy.engine.http import normalise_base_url, without_credentials
 from proxy.fleet.changes import ChangesError, ReplicaChange
 from proxy.fleet.weight_state import FleetState, StateError
 from proxy.history.store import Store, StoreError
 from proxy.history.store_time import REQUEST_S, store_time
+from proxy.urls import normalise_base_url, without_credentials
 
 _WEIGHTS = "weights"
 
