@@ -27,7 +27,7 @@ _SAMPLED, _APPENDED = 200, 400
 _PROXY, _REDIS, _ENGINE = 0.7, 0.6, 0.8
 """How full a process' core, a shard's core, and the places of an engine may be in a planned fleet."""
 _LIST_MS = 0.1
-"""CPU of Redis for the calls of a turn to the list of sessions, which one shard of a cluster holds: measured."""
+"""CPU of Redis for the calls of a turn to the list of sessions, which one shard of a cluster holds."""
 _STORE_MAX_BYTES = float(1 << 30)
 """The default of the setting."""
 Points = tuple[tuple[float, float], ...]
