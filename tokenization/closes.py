@@ -11,12 +11,11 @@ from functools import cached_property
 from itertools import product
 
 from tokenization.added_tokens import AddedTokens, Token, common_prefix_length
-from tokenization.cache import BoundedCache
+from tokenization.cache import BoundedCache, digest
 from tokenization.errors import TemplateUnsupported, TokenizationError
 from tokenization.histories import ANY_TOOLS
-from tokenization.keys import digest
-from tokenization.messages import Message
-from tokenization.template import Template, Tools
+from tokenization.messages import Message, Tools
+from tokenization.template import Template
 from tokenization.turns import (
     MARK,
     PLACEHOLDER_USER,

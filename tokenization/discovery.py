@@ -12,13 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from tokenization.added_tokens import AddedTokens, Token
-from tokenization.cache import BoundedCache
+from tokenization.cache import BoundedCache, digest
 from tokenization.closes import Closes, ContentClose
 from tokenization.errors import InvalidMessages, TemplateUnsupported, TokenizationError
-from tokenization.keys import digest
-from tokenization.locality import Locality, Proof, prove, tried_values
 from tokenization.messages import Message
 from tokenization.new_texts import last_text
+from tokenization.proof import Locality, Proof, prove, tried_values
 from tokenization.template import Template
 from tokenization.turns import (
     Marked,
@@ -32,20 +31,6 @@ from tokenization.turns import (
 )
 
 _MAX_SECONDS_SHORTENING = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How a template ends an assistant turn and continues after it."""
-
-    close: str
-    """The text that closes the turn; empty where the opening of the next message ends it."""
-    stops: list[str]
-    """The token that ends the turn, and the token that replaces it when messages follow, if that differs."""
-    opening: str | None
-    """The token that follows a turn without a close; None if the turn has a close."""
-    after_close: str
-    """All text after the close: separators, new messages, generation prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,25 +342,6 @@ class Discovery:
         if first is None or first not in stops or not close.closers:
             return None
         return Token(first, start, start + len(self._added.text(first)))
-
-    def ending(
-        self, new: Sequence[Message], history: Sequence[Message] | None, options: RenderOptions
-    ) -> Ending:
-        """How the last turn ends, for a person to read. Raises: as `turn_tail`."""
-        turn_tail = self.turn_tail(new, history, options)
-        tail, closing = turn_tail.tail, turn_tail.closing
-        lead = tail.text[: tail.lead]
-        if not closing:
-            opening = turn_tail.tokens[0] if turn_tail.tokens else None
-            return Ending("", [], self._added.text(opening.id) if opening else None, tail.text)
-        end = max(self._added.shared(lead, tail.text_if_last), closing[-1].end)
-        opener = next((t for t in turn_tail.tokens if closing[-1].end <= t.start < end), None)
-        end = opener.start if opener else end
-        stops = [closing[-1].id]
-        token_if_last = self._added.id_at(tail.text_if_last, closing[-1].start)
-        if token_if_last is not None and token_if_last != closing[-1].id:
-            stops.insert(0, token_if_last)
-        return Ending(lead[:end], [self._added.text(stop) for stop in stops], None, tail.text[end:])
 
 
 def _end_of_turn(text: str, turn: Message, turn_tail: TurnTail) -> int | None:

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tokenization.cache import serialized
 from tokenization.errors import TemplateUnsupported
-from tokenization.keys import serialized
 from tokenization.messages import Message, arguments_of, for_template
 
 

@@ -70,14 +70,19 @@ class _Generation(Extension):
         return [nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)]
 
 
-def read_syntax(source: str) -> Syntax:
-    """Read the source of a template. Empty and not `parsed` for one that cannot be parsed."""
+def parse_source(source: str) -> nodes.Template:
+    """The syntax tree of a template. Raises jinja2.TemplateError, RecursionError."""
     # the settings of transformers, which renders the template
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
+    return environment.parse(source)
+
+
+def read_syntax(source: str) -> Syntax:
+    """Read the source of a template. Empty and not `parsed` for one that cannot be parsed."""
     try:
-        tree = environment.parse(source)
+        tree = parse_source(source)
         # this also folds constants: afterwards `'/no' + '_think'` is one string in the tree
         kwargs = variables_of_request(tree) - _NOT_KWARGS
     except (jinja2.TemplateError, RecursionError, ValueError):

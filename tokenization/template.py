@@ -8,30 +8,15 @@ depends on the template's source only, and is determined once for each template.
 import inspect
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from typing import Any
 
 from tokenization.cache import BoundedCache
-from tokenization.content_format import ContentFormat, detect_content_format
 from tokenization.errors import InvalidMessages, TemplateUnsupported
-from tokenization.messages import Message, changes_start, for_template
+from tokenization.messages import Message, Tools, changes_start, for_template, tools_for_template
 from tokenization.syntax import Syntax, join_syntaxes, read_syntax
-from tokenization.system_messages import takes_later_system
-from tokenization.tools import tools_for_template
-
-Tools = Sequence[Mapping[str, Any]]
-"""Tools as a client declares them, parsed from JSON."""
-
-
-@dataclass(frozen=True, slots=True)
-class Traits:
-    """The form of messages for a template, read from its source."""
-
-    content_format: ContentFormat
-    developer: bool
-    """Whether it supports the role `developer`: its source holds the quoted word."""
+from tokenization.traits import ContentFormat, Traits, read_traits, takes_later_system
 
 
 class Template:
@@ -101,7 +86,7 @@ class Template:
 
     def traits(self, source: str) -> Traits:
         """The form of messages that the engine reads from the source of a template."""
-        return self._traits.get_or_make(source, lambda: self._read_traits(source))
+        return self._traits.get_or_make(source, lambda: read_traits(source, self._content_format))
 
     @cached_property
     def syntax(self) -> Syntax:
@@ -139,10 +124,6 @@ class Template:
             parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD
         }
         return frozenset(names - {"documents", "add_generation_prompt"})
-
-    def _read_traits(self, source: str) -> Traits:
-        developer = '"developer"' in source or "'developer'" in source
-        return Traits(self._content_format or detect_content_format(source), developer)
 
     def _source(self, tools: Tools | None, kwargs: Mapping[str, Any]) -> str:
         """The source of the template for a request: tokenizers may have several, one of them for tools."""

@@ -22,7 +22,7 @@ from typing import Any
 
 from tokenization.added_tokens import common_prefix_length
 from tokenization.errors import InvalidMessages, TemplateUnsupported
-from tokenization.messages import Message, arguments_of
+from tokenization.messages import Message, Tools, arguments_of
 from tokenization.new_texts import (
     Marks,
     check_new_texts,
@@ -32,7 +32,7 @@ from tokenization.new_texts import (
     with_argument,
     with_marks,
 )
-from tokenization.template import Template, Tools
+from tokenization.template import Template
 
 TURN_NOT_PRINTED = "turn_not_printed"
 """A note: the template prints nothing of the turn's tool calls, or not its content."""
@@ -55,7 +55,7 @@ class Tail:
     in_call: bool = False
     """Whether that text is an argument of a tool call, so that the tail starts with the call's own syntax."""
     notes: tuple[str, ...] = ()
-    """How the rendered turn differs from the one that was given: see `tokenization.notes`."""
+    """How the rendered turn differs from the one that was given: see `Appended.notes`."""
     foot: int = 0
     """Length of the text after the last new text, in characters: its close, and the generation prompt."""
 
