@@ -30,8 +30,8 @@ from proxy.history.vocabulary import Reason
 from proxy.metrics import Metrics
 from proxy.turn.request import ChatRequest, Rendering
 from tokenization import TokenizationError
-from tokenization.argument_defaults import NO_DEFAULTS, ArgumentDefaults, argument_defaults
 from tokenization.cache import BoundedCache
+from tokenization.canonical import NO_DEFAULTS, ArgumentDefaults, argument_defaults
 
 log = logging.getLogger("tokenproxy")
 
