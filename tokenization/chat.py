@@ -32,9 +32,8 @@ from tokenization.errors import InvalidMessages, TemplateUnsupported, Unfinished
 from tokenization.files import load_files
 from tokenization.messages import Message, Tools, check_types, for_template
 from tokenization.proof import Proof, load_proof, proof_key, store_proof
-from tokenization.template import Template
+from tokenization.template import RenderOptions, Template
 from tokenization.traits import ContentFormat
-from tokenization.turns import RenderOptions
 
 Unfinished = Literal["close", "continue", "reject"]
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
@@ -223,8 +222,8 @@ class ChatTokenizer:
             InvalidMessages: the template refuses the messages.
             TooManyIds, Stopped: as `Encoder.encode`.
         """
-        text = self._template.text(messages, tools, add_generation_prompt, template_kwargs or {})
-        return self._encoder.encode(text, limit)
+        options = RenderOptions(tools, add_generation_prompt, template_kwargs or {})
+        return self._encoder.encode(self._template.text(messages, options), limit)
 
     def append(
         self,
@@ -290,7 +289,7 @@ class ChatTokenizer:
         if history is not None and not _ends_with_assistant(history):
             raise InvalidMessages("`history` must end with the assistant turn")
         options = RenderOptions(tools, add_generation_prompt, template_kwargs or {})
-        self._template.refuse_merged(new_messages, history, tools, options.kwargs)
+        self._template.refuse_merged(new_messages, history, options)
         turn_tail = self._discovery.turn_tail(new_messages, history, options)
         stopped = not cut_off and (last_id in self.stop_ids or last_id == stop_reason)
         cut = cut_tail(turn_tail, last_id, stopped=stopped)
@@ -326,7 +325,9 @@ class ChatTokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The template's rendering of a conversation. Raises InvalidMessages."""
-        return self._template.text(messages, tools, add_generation_prompt, template_kwargs or {})
+        return self._template.text(
+            messages, RenderOptions(tools, add_generation_prompt, template_kwargs or {})
+        )
 
     def stop_id(self, *, tools: Tools | None = None, template_kwargs: Mapping[str, Any] | None = None) -> int:
         """The id of the token with which the template closes an assistant turn.
@@ -334,7 +335,7 @@ class ChatTokenizer:
         Raises:
             TemplateUnsupported: the text that closes a turn holds no added token.
         """
-        stop = self._discovery.closes.stop_of_content(RenderOptions(tools, True, template_kwargs or {}))
+        stop = self._discovery.closes.of_content(RenderOptions(tools, True, template_kwargs or {})).stop
         if stop is None:
             raise TemplateUnsupported("the template closes an assistant turn with no token of its own")
         return stop

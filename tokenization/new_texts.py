@@ -31,11 +31,6 @@ class Marks:
         return f"qZ{self.nonce}new{index}p{part}Zq"
 
 
-def unused_mark(*arguments: object) -> str:
-    """A word that occurs in none of the arguments."""
-    return unused_marks(*arguments).turn
-
-
 def unused_marks(*arguments: object) -> Marks:
     """Create words that occur in none of the arguments and are random, so that no client can predict them."""
     source = serialized(arguments)

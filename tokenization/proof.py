@@ -46,7 +46,8 @@ from tokenization.histories import (
 )
 from tokenization.messages import Message
 from tokenization.syntax import Syntax
-from tokenization.turns import RenderOptions, placeholder_context, turn_context
+from tokenization.template import Append, RenderOptions
+from tokenization.turns import placeholder_context, turn_context
 
 if TYPE_CHECKING:
     from tokenization.discovery import Discovery, TurnTail
@@ -156,23 +157,24 @@ class _Prover:
         return Proof(self._found[True], self._found[False], "; ".join(self._reasons.values()))
 
     def _compare(self, history: Messages, step: Step, options: RenderOptions) -> None:
-        key, context, tails = repr((step, options)), [*history, step.turn], self._tails
+        key, tails = repr((step, options)), self._tails
+        append = Append([*history, step.turn], step.new, options)
         if key not in self._in_turn:
-            in_turn = self._in_turn[key] = tails.tail_in(turn_context(step.turn), step.new, options)
-            alone = tails.tail_in(placeholder_context(step.new), step.new, options)
+            in_turn = self._in_turn[key] = tails.tail_in(append.after(turn_context(step.turn)))
+            alone = tails.tail_in(append.after(placeholder_context(step.new)))
             if alone is not None:
-                shown = in_turn or tails.tail_in(context, step.new, options)
+                shown = in_turn or tails.tail_in(append)
                 if shown is not None and not alone.appends_as(shown):
                     self._refute(Locality.TURN, "the last turn decides", history, step, options)
             # without a marker too, because tails are found with a marker in the turn
-            if in_turn is not None and not tails.ends(in_turn, context, step.new, options):
+            if in_turn is not None and not tails.ends(in_turn, append):
                 self._refute(Locality.HISTORY, "the text of the turn decides", history, step, options)
         in_turn = self._in_turn[key]
         if in_turn is None:
             return
         if not options.kwargs:
             self._tried.add(step.after_results)
-        if not tails.continues_alike(in_turn, context, step.new, options):
+        if not tails.continues_alike(in_turn, append):
             self._refute(Locality.HISTORY, "earlier messages decide", history, step, options)
 
     def _refute(
@@ -183,7 +185,7 @@ class _Prover:
 
 
 def _cases(syntax: Syntax) -> Iterator[_Case]:
-    plain, with_tools = RenderOptions(None, True, {}), RenderOptions(ANY_TOOLS, True, {})
+    plain, with_tools = RenderOptions(), RenderOptions(ANY_TOOLS)
     every_structure = [*structures(), *lengths(syntax), *with_roles(syntax)]
     for history, step in product(with_fields(syntax), PRINCIPAL_STEPS[:2]):
         yield history, step, plain
@@ -205,7 +207,7 @@ def _cases(syntax: Syntax) -> Iterator[_Case]:
         yield history, step, plain
     for history, step in product(structures(), long_steps(syntax)):
         yield history, step, plain
-    for options in (with_tools, RenderOptions(_TWO_TOOLS, True, {}), RenderOptions(None, False, {})):
+    for options in (with_tools, RenderOptions(_TWO_TOOLS), RenderOptions(None, False)):
         for history, step in product(every_structure, PRINCIPAL_STEPS):
             yield history, step, options
     for name in syntax.kwargs:

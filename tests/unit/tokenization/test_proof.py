@@ -9,7 +9,7 @@ import pytest
 from tests.unit.tokenization.in_memory import tokenizer_with
 from tokenization.histories import user
 from tokenization.proof import Locality, Proof, load_proof, prove, store_proof
-from tokenization.turns import RenderOptions
+from tokenization.template import RenderOptions
 
 NEW, TURN, HISTORY = Locality.NEW, Locality.TURN, Locality.HISTORY
 _HEADER = "{{ '<|im_start|>' + m.role + '\n' }}"
