@@ -13,8 +13,7 @@ from proxy.fleet.replica import Replica
 from proxy.history.plan import Extended
 from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
 from proxy.media import media_kind
-from proxy.routes.base import Route
-from proxy.routes.large_bodies import parsed
+from proxy.routes.base import Route, parsed
 from proxy.routes.session_names import session_fields
 from proxy.turn.request import ChatRequest
 from proxy.turn.sending import plan_turn

@@ -12,8 +12,7 @@ from proxy.errors import ApiError, EngineBroken
 from proxy.fields import join, parse
 from proxy.history.store_time import store_time
 from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
-from proxy.routes.base import Route
-from proxy.routes.large_bodies import parsed
+from proxy.routes.base import Route, parsed
 from proxy.routes.session_names import session_fields
 from proxy.turn.serve import serve_turn
 from proxy.turn.services import Services
@@ -24,8 +23,6 @@ _AT_ONCE = 256
 
 class TrlBatch(Route):
     """A batch of prompts in the format of `trl vllm-serve`; each prompt is one turn."""
-
-    under_v1 = True
 
     def __init__(self, path: str, prompts: str) -> None:
         """`prompts`: the field that holds the prompts."""

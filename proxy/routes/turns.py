@@ -3,8 +3,7 @@
 from proxy.dialects.base import Dialect
 from proxy.dialects.translated import serve_early, translate
 from proxy.http import Request, Response
-from proxy.routes.base import Route
-from proxy.routes.large_bodies import parsed
+from proxy.routes.base import Route, parsed
 from proxy.routes.session_names import session_fields
 from proxy.turn.serve import serve_turn
 from proxy.turn.services import Services
