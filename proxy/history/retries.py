@@ -170,7 +170,7 @@ class Retries:
             value = msgspec.msgpack.encode(response)
             await self.store.put(RESPONSES, attempt.key, value, keep_s=self.store.limits.response_age_s)
         except StoreError as error:
-            self._report("a response was not kept for a retry", error)
+            error.report(self.metrics, "a response was not kept for a retry")
 
     async def remember_failure(self, attempt: Attempt) -> None:
         """Store that a request got no response to repeat: each failure lets one retry run."""
@@ -181,7 +181,7 @@ class Retries:
                 if await self.store.put(RESPONSES, name, b"", keep_s=keep_s, before=None):
                     return
         except StoreError as error:
-            self._report("a failed request was not remembered", error)
+            error.report(self.metrics, "a failed request was not remembered")
 
     def finished(self, attempt: Attempt) -> None:
         """Wake the requests that wait with the same Idempotency-Key."""
