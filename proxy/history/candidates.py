@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from proxy.history.cached_turn import CachedTurn
+from proxy.history.cache import CachedTurn
 from proxy.history.conversation import Conversation
 from proxy.history.store import CandidateGroup, Found
 from proxy.history.text_index import BARE, EXACT
@@ -57,13 +57,12 @@ def continues(conversation: Conversation, end: int, turn: CachedTurn, kind: str)
         return False
     own = conversation.messages[end].message
     repaired = own.repairs(turn.calls) if kind == BARE else False
-    if repaired is None or own.reasoning not in (b"", turn.lineage.reasonings[-1]):
+    if repaired is None or own.reasoning not in (b"", turn.reasonings[-1]):
         return None
     if turn.spelling_before == conversation.strict_before(end):
         return repaired  # spelled as in the request of that turn, and checked then
     sent = conversation.reasonings(0, end + 1)
-    recorded = turn.lineage.all_reasonings()
-    fits = len(sent) == len(recorded) and all(
-        ours in (b"", theirs) for ours, theirs in zip(sent, recorded, strict=True)
+    fits = len(sent) == len(turn.reasonings) and all(
+        ours in (b"", theirs) for ours, theirs in zip(sent, turn.reasonings, strict=True)
     )
     return repaired if fits else None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from proxy.history.audit import Auditor
-from proxy.history.cached_turn import CachedTurn
+from proxy.history.cache import CachedTurn
 from proxy.history.conversation import Conversation
 from proxy.turn.request import Rendering
 from tokenization import ChatTokenizer, ids

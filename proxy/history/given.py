@@ -10,7 +10,7 @@ import msgspec
 
 from proxy.errors import BadRequest, NotReady, Unsupported
 from proxy.history.audit import Auditor
-from proxy.history.cached_turn import CachedTurn
+from proxy.history.cache import CachedTurn
 from proxy.history.claims import Claims
 from proxy.history.context import check_fits, check_ids_fit, is_truncated, too_long
 from proxy.history.continuation import continue_ids, continue_turn
@@ -20,9 +20,8 @@ from proxy.history.images import NotLoadable, place, refs_in
 from proxy.history.matcher import AmbiguousImages, Match, same_images
 from proxy.history.placing import UNREADABLE, Placer
 from proxy.history.plan import Placement, ServedModel
-from proxy.history.prompt_image import PromptImage
 from proxy.history.store import session_id
-from proxy.history.turn import request_time
+from proxy.history.turn import PromptImage, request_time
 from proxy.turn.request import ChatRequest, GivenIds
 from tokenization import ChatTokenizer, InvalidIds, TemplateUnsupported, TokenizationError, ids
 from tokenization.limit import Limit, TooManyIds

@@ -11,9 +11,8 @@ from proxy.history.images import ImageModel, ImageRef, NotLoadable, place, refs_
 from proxy.history.matcher import AmbiguousImages
 from proxy.history.placing import Placer
 from proxy.history.plan import ServedModel
-from proxy.history.prompt_image import PromptImage
 from proxy.history.store import session_id
-from proxy.history.turn import unpack_ids
+from proxy.history.turn import PromptImage, unpack_ids
 from proxy.turn.request import ChatRequest, GivenIds
 from tokenization import InvalidIds, ids
 from tokenization.placeholders import PlaceholdersDiffer

@@ -10,7 +10,7 @@ A second key is the digest of all ids of a turn. It tells whether several rollou
 
 from collections.abc import Iterator
 
-from proxy.history.cached_turn import CachedTurn
+from proxy.history.cache import CachedTurn
 from proxy.history.matcher import Match, Matcher, pack_prompt
 from proxy.history.scope import Scope
 from proxy.history.store import Found, IndexEntry

@@ -13,7 +13,7 @@ import msgspec
 
 from proxy.errors import BadRequest
 from proxy.history.encoders import EncoderPool
-from proxy.history.prompt_image import PromptImage
+from proxy.history.turn import PromptImage
 from proxy.images import Image, ImageLimits, InvalidImage, check_image, decode_image
 from proxy.media import media_kind
 from tokenization import ids

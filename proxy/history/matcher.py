@@ -17,16 +17,14 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from proxy.history.cache import TurnCache
-from proxy.history.cached_turn import CachedTurn, read_turn
+from proxy.history.cache import CachedTurn, TurnCache, read_turn
 from proxy.history.candidates import all_listed, continues, count_turns, in_one_rollout, lists_all, of_rollout
 from proxy.history.claims import Claims
 from proxy.history.conversation import Conversation
-from proxy.history.prompt_image import PromptImage
 from proxy.history.scope import Scope, changed_part
 from proxy.history.store import FOUND_AT_MOST, CandidateGroup, Found, Store
 from proxy.history.text_index import KINDS, content_key, text_keys
-from proxy.history.turn import Turn, pack_ids
+from proxy.history.turn import PromptImage, Turn, pack_ids
 from proxy.history.vocabulary import Reason
 from tokenization.canonical import extend
 

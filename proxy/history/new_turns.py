@@ -6,16 +6,23 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from proxy.history.cached_turn import CachedTurn, cached_turn, hash_ids
+from proxy.history.cache import CachedTurn, cached_turn, hash_ids
 from proxy.history.completion import Completion, SampledChoice, untrainable_reason
 from proxy.history.conversation import Conversation, is_distinctive
 from proxy.history.ids_index import ids_entries
 from proxy.history.images import name_by_digest, placed_by_engine
 from proxy.history.plan import Extended, Placement, PromptPlan, Rendered, images_of, prompt_of
-from proxy.history.prompt_image import PromptImage
 from proxy.history.store import IndexEntry
 from proxy.history.text_index import text_entries
-from proxy.history.turn import Turn, pack_alternatives, pack_ids, pack_logprobs, turn_id, unpack_ids
+from proxy.history.turn import (
+    PromptImage,
+    Turn,
+    pack_alternatives,
+    pack_ids,
+    pack_logprobs,
+    turn_id,
+    unpack_ids,
+)
 from proxy.history.vocabulary import ABORTED, Problem
 from tokenization import CanonicalMessage, InvalidIds, TokenizationError, canonical, ids
 from tokenization.argument_defaults import NO_DEFAULTS

@@ -10,8 +10,7 @@ from functools import partial
 import msgspec
 
 from proxy.history.audit import Auditor
-from proxy.history.cache import TurnCache
-from proxy.history.cached_turn import CachedTurn
+from proxy.history.cache import CachedTurn, TurnCache
 from proxy.history.claims import Claims
 from proxy.history.conversation import Conversation
 from proxy.history.encoders import WORTH_A_THREAD_BYTES, EncoderPool
@@ -20,10 +19,9 @@ from proxy.history.images import ImageLoader
 from proxy.history.matcher import Match, Matcher
 from proxy.history.origin import origin_of
 from proxy.history.plan import Placement, ServedModel
-from proxy.history.prompt_image import PromptImage
 from proxy.history.scope import Scope, raw_key, scope_parts
 from proxy.history.store import FOUND_AT_MOST, Session, Store, StoreError, session_id
-from proxy.history.turn import new_id, request_time
+from proxy.history.turn import PromptImage, new_id, request_time
 from proxy.history.vocabulary import Reason
 from proxy.metrics import Metrics
 from proxy.turn.request import ChatRequest, Rendering

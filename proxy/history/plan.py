@@ -5,14 +5,13 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from proxy.errors import ApiError
-from proxy.history.cached_turn import CachedTurn
+from proxy.history.cache import CachedTurn
 from proxy.history.conversation import Conversation
 from proxy.history.images import ImageModel, LoadedImage
 from proxy.history.origin import Origin
-from proxy.history.prompt_image import PromptImage
 from proxy.history.scope import Scope
 from proxy.history.store import Session
-from proxy.history.turn import new_id
+from proxy.history.turn import PromptImage, new_id
 from proxy.history.vocabulary import Reason, Source
 from tokenization import ChatTokenizer
 

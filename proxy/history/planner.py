@@ -10,7 +10,7 @@ A prompt is planned once, for the model of the fleet; after a failure another re
 import threading
 from dataclasses import dataclass, replace
 
-from proxy.history.cached_turn import CachedTurn
+from proxy.history.cache import CachedTurn
 from proxy.history.claims import Claims
 from proxy.history.context import check_fits, check_ids_fit, most_prompt_ids, too_long
 from proxy.history.continuation import continue_turn

@@ -1,6 +1,6 @@
 """The thinking policy `template`: a prompt shows no reasoning that its rendering would leave out."""
 
-from proxy.history.cached_turn import CachedTurn, Lineage
+from proxy.history.cache import CachedTurn
 from proxy.history.conversation import Conversation
 from proxy.turn.request import Rendering
 from tokenization import ChatTokenizer
@@ -21,24 +21,16 @@ def shows_dropped_thinking(
     """
     messages = conversation.parse(0, len(conversation.raws))
     turns = [index for index in range(end + 1) if conversation.messages[index].assistant]
-    recorded = turn.lineage.all_reasonings()
-    thinking = {index for index, reasoning in zip(turns, recorded, strict=False) if reasoning}
+    thinking = {index for index, reasoning in zip(turns, turn.reasonings, strict=False) if reasoning}
     thinking |= {index for index in turns if ends_thinking(messages[index])}
     if not thinking:
         return False
     tools, kwargs = rendering.parse_tools(), rendering.parse_template_kwargs()
     hidden = hidden_reasoning(tokenizer, messages, thinking, tools=tools, template_kwargs=kwargs)
-    root = turns[_turns_before(turn.lineage)]
+    root = turns[turn.rendered_turns]
     if not hidden or max(hidden) >= root:
         return bool(hidden)
     # the engine rendered these messages for the first turn, perhaps with reasoning that would now be left out
     rendered = {index for index in thinking if index < root}
     before = hidden_reasoning(tokenizer, messages[:root], rendered, tools=tools, template_kwargs=kwargs)
     return not hidden <= before
-
-
-def _turns_before(lineage: Lineage) -> int:
-    """The number of assistant messages in the prompt of the turn with which the ids begin."""
-    while lineage.parent is not None:
-        lineage = lineage.parent
-    return len(lineage.reasonings) - 1

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from proxy.history.cache import TurnCache
-from proxy.history.cached_turn import CachedTurn, cached_turn, hash_ids
+from proxy.history.cache import CachedTurn, TurnCache, cached_turn, hash_ids
 from proxy.history.conversation import Conversation
 from tests.support.trees import root
 from tokenization import ids

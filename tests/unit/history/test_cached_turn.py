@@ -3,7 +3,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from proxy.history.cached_turn import UNUSABLE, CachedTurn, cached_turn, hash_ids, read_turn
+from proxy.history.cache import UNUSABLE, CachedTurn, cached_turn, hash_ids, read_turn
 from proxy.history.turn import Turn, unpack_ids
 from proxy.history.vocabulary import Problem
 from tests.support.trees import child, root
@@ -31,7 +31,7 @@ def test_turn_read_from_a_store_equals_the_one_recorded() -> None:
     path = _path()
     assert read_turn(path) == _recorded(path)
     assert msgspec.json.decode(_recorded(path).ids) == [5, 6, 7, 8, 9, 1, 2]
-    assert _recorded(path).lineage.all_reasonings() == [b"r", b"", b"s", b""]
+    assert _recorded(path).reasonings == (b"r", b"", b"s", b"")
 
 
 @pytest.mark.parametrize("cached", [1, 2, 3])
