@@ -231,20 +231,23 @@ class TurnCache:
         """
         raws = _split(messages) if messages else []
         hashes = _running_hashes(raws, defaults.digest)
+        entries, parsed, new = self._entries, list[ParsedMessage](), dict[bytes, ParsedMessage]()
         with self._lock:
-            known = [self._entries.get(key) for key in hashes]
+            known = [entries.get(key) for key in hashes]
             for key, message in zip(hashes, known, strict=True):
                 if message is not None:
-                    self._entries.move_to_end(key)
-        parsed: list[ParsedMessage] = []
+                    entries.move_to_end(key)
         for index, message in enumerate(known):
-            before = parsed[-1] if parsed else None
-            parsed.append(message or parse_message(bytes(raws[index]), index, before, defaults))
+            if message is None:
+                before = parsed[-1] if parsed else None
+                message = new[hashes[index]] = parse_message(bytes(raws[index]), index, before, defaults)
+            parsed.append(message)
         with self._lock:
-            for key, message, each in zip(hashes, known, parsed, strict=True):
-                if message is None and key not in self._entries:
-                    self._entries[key] = each
-                    self.size += _MESSAGE_BYTES
+            for key, message in new.items():
+                self.size += (
+                    _MESSAGE_BYTES if key not in entries else 0
+                )  # another request parsed it meanwhile
+                entries[key] = message
             self._shrink()
         return Conversation(raws, parsed, defaults)
 

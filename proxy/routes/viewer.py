@@ -13,7 +13,7 @@ from typing import ClassVar
 import msgspec
 
 from proxy.errors import BadRequest, EngineUnavailable, Forbidden, NotFound
-from proxy.history.scope import recorded_with
+from proxy.history.identity import recorded_with
 from proxy.history.store import Session, StoreError, session_id
 from proxy.history.turn import Turn
 from proxy.http import JSON_HEADERS, BytesResponse, Request, Response, query_value
