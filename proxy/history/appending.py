@@ -91,13 +91,11 @@ async def append(
         appended = suffix(tokenizer, prefix, messages, request.rendering, history, placer.auditor, limit)
         return appended, messages
 
-    appended, messages = await placer.encoders.run(
-        extend, new.size, tokenises=True, tenant=request.tenant, stop=stop
-    )
+    appended, messages = await placer.encoders.run(extend, new.size, tokenises=True, stop=stop)
     images: list[PromptImage] = []
     if model.images is not None and (new.media or model.images.placeholder in appended):
         refs = refs_in(messages, new.field, new.first) if new.media else []
-        loaded = await placer.images.load(refs, model.images, new.field, request.tenant)
+        loaded = await placer.images.load(refs, model.images, new.field)
         appended, images = place(appended, model.images, loaded, prefix.count)
     return Appended(ids.join(prefix.ids, appended), appended, images)
 

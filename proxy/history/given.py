@@ -255,7 +255,7 @@ async def _proves(
         return ids.dump(rendered) == prompt
 
     size = sum(memoryview(raw).nbytes for raw in conversation.raws[first:])
-    return await placer.encoders.run(prove, size, tokenises=True, tenant=request.tenant, stop=stop)
+    return await placer.encoders.run(prove, size, tokenises=True, stop=stop)
 
 
 async def place_images(
@@ -289,7 +289,7 @@ async def place_images(
             refs = [ImageRef(f"{field}[{index}]", url) for index, url in enumerate(request.images)]
         else:
             refs = refs_in(_history(request), field)
-        loaded = await placer.images.load(refs, images, field, request.tenant)
+        loaded = await placer.images.load(refs, images, field)
         expanded, prompt_images = place(_unpack(given), images, loaded, 0)
     except NotLoadable as error:
         raise BadRequest(str(error), param=field, code="image_not_loaded") from error

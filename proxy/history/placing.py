@@ -59,7 +59,7 @@ class Placer:
         if len(messages) < WORTH_A_THREAD_BYTES:
             return self.cache.parse(messages, defaults)
         parse = partial(self.cache.parse, messages, defaults)
-        return await self.encoders.run(parse, len(messages), tenant=request.tenant)
+        return await self.encoders.run(parse, len(messages))
 
     def scope(self, request: ChatRequest, model: ServedModel) -> Scope:
         """The scope of a request on an engine. Raises one of `UNREADABLE`."""

@@ -120,7 +120,7 @@ class Planner:
             return Rendered(placement=placement, reason=reason)
         try:
             refs = refs_in(conversation.parse(0, len(conversation.raws)), "messages")
-            images = await self.placer.images.load(refs, model.images, "messages", request.tenant)
+            images = await self.placer.images.load(refs, model.images, "messages")
         except NotLoadable:
             return Rendered(placement=placement, reason=Reason.MEDIA)
         placeholder = model.images.placeholder
@@ -172,7 +172,6 @@ class Planner:
                 drops = await self.placer.encoders.run(
                     lambda: shows_dropped_thinking(tokenizer, turn, conversation, match.end, rendering),
                     sum(sizes),
-                    tenant=request.tenant,
                 )
                 if drops:
                     return Reason.THINKING_DROPPED
