@@ -177,8 +177,8 @@ async def place_given(
     """
     whole = bool(request.messages)
     try:
-        conversation = await placer.parse(request, request.messages or request.append or b"[]")
-        scope = placer.scope(request, model)
+        messages = request.messages or request.append or b"[]"
+        conversation, scope = await placer.identify(request, messages, model)
     except UNREADABLE:
         return placer.nowhere(request, model)  # the engine refuses them
     if not request.record:

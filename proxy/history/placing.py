@@ -1,7 +1,6 @@
 """Finds where the turn of a request is recorded: its conversation, scope, match and rollout."""
 
 import asyncio
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -42,33 +41,33 @@ class Placer:
     metrics: Metrics
     auditor: Auditor
     images: ImageLoader
-    _defaults: BoundedCache[bytes, ArgumentDefaults] = field(default_factory=lambda: BoundedCache(1024))
-    _parts: BoundedCache[bytes, tuple[bytes, ...]] = field(default_factory=lambda: BoundedCache(1024))
+    _read: BoundedCache[bytes, tuple[tuple[bytes, ...], ArgumentDefaults]] = field(
+        default_factory=lambda: BoundedCache(1024)
+    )
 
-    async def parse(self, request: ChatRequest, messages: bytes) -> Conversation:
-        """The conversation of a request whose messages are a JSON array.
+    async def identify(
+        self, request: ChatRequest, messages: bytes, model: ServedModel
+    ) -> tuple[Conversation, Scope]:
+        """The conversation in a JSON array of messages, and its scope on an engine.
 
         Raises one of `UNREADABLE`, or Overloaded.
         """
-        rendering, defaults = request.rendering, NO_DEFAULTS
-        if b'"default"' in rendering.tools:
-            key = hashlib.blake2b(rendering.tools, digest_size=16).digest()
-            defaults = self._defaults.get_or_make(
-                key, lambda: argument_defaults(rendering.parse_tools() or ())
-            )
-        if len(messages) < WORTH_A_THREAD_BYTES:
-            return self.cache.parse(messages, defaults)
-        parse = partial(self.cache.parse, messages, defaults)
-        return await self.encoders.run(parse, len(messages))
-
-    def scope(self, request: ChatRequest, model: ServedModel) -> Scope:
-        """The scope of a request on an engine. Raises one of `UNREADABLE`."""
-        name = request.model or model.name
+        name, rendering = request.model or model.name, request.rendering
         fingerprint = model.tokenizer.fingerprint if model.tokenizer else ""
-        arguments = (request.rendering, model.rendered_fields, name, fingerprint)
-        parts = self._parts.get_or_make(raw_key(*arguments), lambda: scope_parts(*arguments))
+        arguments = (rendering, model.rendered_fields, name, fingerprint)
+
+        def read() -> tuple[tuple[bytes, ...], ArgumentDefaults]:
+            tools = rendering.parse_tools() if b'"default"' in rendering.tools else None
+            return scope_parts(*arguments), argument_defaults(tools) if tools else NO_DEFAULTS
+
+        parts, defaults = self._read.get_or_make(raw_key(*arguments), read)
         session = request.session.name if request.session is not None and request.session.explicit else None
-        return Scope(request.tenant, session, name, request.rendering, parts)
+        parse = partial(self.cache.parse, messages, defaults)
+        if len(messages) < WORTH_A_THREAD_BYTES:
+            conversation = parse()
+        else:
+            conversation = await self.encoders.run(parse, len(messages))
+        return conversation, Scope(request.tenant, session, name, rendering, parts)
 
     async def match(
         self,

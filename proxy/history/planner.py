@@ -69,8 +69,7 @@ class Planner:
         if request.given is not None:
             return await plan_given(self.placer, request, request.given, model, claims)
         try:
-            conversation = await self.placer.parse(request, request.messages)
-            scope = self.placer.scope(request, model)
+            conversation, scope = await self.placer.identify(request, request.messages, model)
         except UNREADABLE:
             return Rendered(placement=self.placer.nowhere(request, model), reason=Reason.UNREADABLE)
         match = await self.placer.match(request, conversation, scope, claims)
@@ -214,7 +213,8 @@ class Planner:
             if given is not None:
                 check_ids_fit(request, given, model)
         plans: list[PromptPlan] = []
-        request_id, responds, scope = new_id(), request.record, self.placer.scope(request, model)
+        request_id, responds = new_id(), request.record
+        conversation, scope = await self.placer.identify(request, b"", model)
         add_store_time(_PROMPT_S * (len(request.prompts) - 1))
         for given in request.prompts:
             fixed = given is not None and not request.special and not is_truncated(request)
@@ -225,7 +225,7 @@ class Planner:
                 except StoreError as error:
                     responds = False  # the other prompts do not wait for it
                     error.report(self.placer.metrics, "turns are recorded without the ones before them")
-            placement = self.placer.place(request, model, scope, Conversation((), ()), match)
+            placement = self.placer.place(request, model, scope, conversation, match)
             same = match.turn is not None and match.turn.rollout == placement.session.id
             placement = replace(
                 placement, turn_id=request_id, parent=match.turn if same else None, found_by_ids=True
