@@ -14,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from proxy.engine.http import without_credentials
+from proxy.urls import without_credentials
 
 log = logging.getLogger("tokenproxy")
 

@@ -8,31 +8,26 @@ on a removed one end normally, and its conversations move when they continue.
 import asyncio
 import contextlib
 import logging
-import re
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from yarl import URL
 
-from proxy.engine.http import normalise_base_url, without_credentials
 from proxy.fleet.changes import Changes, ReplicaChange
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.replica import Replica
+from proxy.urls import (
+    DNS_SCHEME,
+    UpstreamsError,
+    names_engines,
+    normalise_base_url,
+    read_upstreams,
+    without_credentials,
+)
 
 log = logging.getLogger("tokenproxy")
-
-DNS_SCHEME = "dns+http"
-"""`dns+http://NAME:PORT` stands for one engine at each address of NAME."""
-ACTOR_SCHEME = "ray-actor"
-"""`ray-actor://NAME` stands for one engine at each Ray actor of NAME; only Ray Serve has them."""
-_NAME_SCHEMES = (DNS_SCHEME, ACTOR_SCHEME)
-_ACTORS = re.compile(r"[\w.:#@-]+(/[A-Za-z_]\w*)?")
-
-
-class MembershipError(Exception):
-    """A list of engines cannot be read; the message says why."""
 
 
 @dataclass(slots=True)
@@ -73,7 +68,7 @@ class Membership:
         if self.file is not None:
             with self._reported(str(self.file)):
                 self._from_file = await asyncio.to_thread(read_upstreams, self.file)
-        names = [url for url in [*self.upstreams, *self._from_file] if _is_name(url)]
+        names = [url for url in [*self.upstreams, *self._from_file] if names_engines(url)]
         self._from_names = {url: self._from_names.get(url, []) for url in names}
         for url in names:
             with self._reported(url):
@@ -119,7 +114,7 @@ class Membership:
 
     def _named(self) -> dict[str, str]:
         """The URLs of the engines that settings and file name, by the names of their replicas."""
-        named = [url for url in [*self.upstreams, *self._from_file] if not _is_name(url)]
+        named = [url for url in [*self.upstreams, *self._from_file] if not names_engines(url)]
         resolved = [url for urls in self._from_names.values() for url in urls]
         return {without_credentials(url): url for url in [*named, *resolved]}
 
@@ -189,7 +184,7 @@ class _Reported(contextlib.AbstractContextManager[None]):
             if self._problems.pop(self._source, None):
                 log.info("%s can be read again", self._source)
             return False
-        if not isinstance(error, MembershipError):
+        if not isinstance(error, UpstreamsError):
             return False
         if self._problems.get(self._source) != str(error):
             log.error("the engines of %s stay as they were: %s", self._source, error)
@@ -198,80 +193,24 @@ class _Reported(contextlib.AbstractContextManager[None]):
 
 
 Resolve = Callable[[str], Awaitable[list[str]]]
-"""From a URL whose scheme stands for a name to the URLs of its engines. Raises MembershipError."""
-
-
-def read_upstreams(file: Path) -> list[str]:
-    """The URLs of a file, normalised.
-
-    Raises:
-        MembershipError: it cannot be read, or a line is no URL.
-    """
-    try:
-        lines = file.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise MembershipError(f"cannot read {file}: {error}") from error
-    try:
-        urls = list(_urls(lines))
-    except ValueError as error:
-        raise MembershipError(f"{file}: {error}") from error
-    if not urls:
-        raise MembershipError(f"{file} names no engine")  # it may be read while it is written
-    return urls
-
-
-def _urls(lines: Iterable[str]) -> Iterable[str]:
-    for line in lines:
-        if url := line.partition("#")[0].strip():
-            yield normalise_upstream(url)
-
-
-def normalise_upstream(url: str) -> str:
-    """The root URL of an engine, or a URL that stands for a name.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    scheme = _scheme(url)
-    if scheme == ACTOR_SCHEME:
-        return _normalise_actors(url)
-    if scheme == DNS_SCHEME:
-        return f"{DNS_SCHEME}{normalise_base_url('http' + url[len(DNS_SCHEME) :])[len('http') :]}"
-    return normalise_base_url(url)
-
-
-def _normalise_actors(url: str) -> str:
-    name = url[len(f"{ACTOR_SCHEME}://") :]
-    if not _ACTORS.fullmatch(name):
-        raise ValueError(
-            f"{url!r} names no actors: write {ACTOR_SCHEME}://NAME or {ACTOR_SCHEME}://NAME/METHOD"
-        )
-    return url
-
-
-def _is_name(url: str) -> bool:
-    return _scheme(url) in _NAME_SCHEMES
-
-
-def _scheme(url: str) -> str:
-    return url.partition("://")[0]
+"""From a URL whose scheme stands for a name to the URLs of its engines. Raises UpstreamsError."""
 
 
 async def resolve_host(url: str) -> list[str]:
     """One URL for each address of the host of a `dns+http` URL, sorted.
 
     Raises:
-        MembershipError: the name has no address, or is not a host.
+        UpstreamsError: the name has no address, or is not a host.
     """
-    if _scheme(url) != DNS_SCHEME:
-        raise MembershipError("Ray's actors are known in a proxy that Ray Serve runs: see docs/ray.md")
+    if not url.startswith(f"{DNS_SCHEME}://"):
+        raise UpstreamsError("Ray's actors are known in a proxy that Ray Serve runs: see docs/ray.md")
     parsed = URL("http" + url[len(DNS_SCHEME) :])
     try:
         found = await asyncio.get_running_loop().getaddrinfo(
             parsed.host, parsed.port, type=socket.SOCK_STREAM
         )
     except OSError as error:
-        raise MembershipError(f"{parsed.host} cannot be resolved: {error.strerror}") from error
+        raise UpstreamsError(f"{parsed.host} cannot be resolved: {error.strerror}") from error
     # an engine with an IPv4 and an IPv6 address is one engine
     family = min(info[0] for info in found)
     addresses = sorted({str(address[0]) for kind, *_, address in found if kind == family})

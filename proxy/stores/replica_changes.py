@@ -1,9 +1,9 @@
 """The changes of a fleet in a store, with words and errors as `proxy.fleet.changes` defines them."""
 
-from proxy.engine.http import normalise_base_url, without_credentials
 from proxy.fleet.changes import ChangesError, ReplicaChange
 from proxy.history.store import Store, StoreError
 from proxy.history.store_time import REQUEST_S, store_time
+from proxy.urls import normalise_base_url, without_credentials
 
 
 class StoredChanges:
