@@ -19,7 +19,7 @@ from proxy.history.plan import ServedModel
 from proxy.history.turn import PromptImage
 from proxy.turn.request import ChatRequest, Rendering
 from tokenization import ChatTokenizer, ids
-from tokenization.limit import NO_LIMIT, Limit
+from tokenization.encoder import NO_LIMIT, Limit
 from tokenization.thinking import ends_thinking, hidden_reasoning
 
 
@@ -77,7 +77,7 @@ async def append(
 
     Raises:
         TooManyIds: there are more.
-        TokenizationError: as `ChatTokenizer.continuation`; PlaceholdersDiffer if the appended ids hold
+        TokenizationError: as `ChatTokenizer.append`; PlaceholdersDiffer if the appended ids hold
             another number of images than the messages.
         NotLoadable: the messages hold other media, or an image that the proxy does not load.
         BadRequest: an image is invalid.
@@ -116,10 +116,10 @@ def suffix(
         auditor: compares a share of the suffixes with a rendering of the whole history.
 
     Raises:
-        TokenizationError, Stopped: as `ChatTokenizer.continuation`.
+        TokenizationError, Stopped: as `ChatTokenizer.append`.
     """
-    following = tokenizer.continuation(
-        ids.last(prefix.ids),
+    following = tokenizer.append(
+        [ids.last(prefix.ids)],
         new,
         history=history,
         tools=rendering.parse_tools(),

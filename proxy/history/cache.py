@@ -17,7 +17,7 @@ from proxy.history.conversation import Conversation, ParsedMessage, parse_messag
 from proxy.history.turn import PromptImage, Turn, unpack_ids
 from proxy.history.vocabulary import Problem
 from tokenization import ids
-from tokenization.argument_defaults import NO_DEFAULTS, ArgumentDefaults
+from tokenization.canonical import NO_DEFAULTS, ArgumentDefaults
 
 UNUSABLE = frozenset(
     {

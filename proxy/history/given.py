@@ -30,7 +30,8 @@ from proxy.history.turn import PromptImage, request_time, unpack_ids
 from proxy.history.vocabulary import Reason
 from proxy.turn.request import ChatRequest, GivenIds
 from tokenization import InvalidIds, TemplateUnsupported, TokenizationError, ids
-from tokenization.limit import Limit, TooManyIds
+from tokenization.encoder import Limit
+from tokenization.errors import TooManyIds
 from tokenization.placeholders import PlaceholdersDiffer
 
 _APPEND = "append_messages"

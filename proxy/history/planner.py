@@ -31,7 +31,7 @@ from proxy.history.turn import new_id
 from proxy.history.vocabulary import Reason
 from proxy.turn.request import ChatRequest, GivenIds, ThinkingPolicy
 from tokenization import InvalidMessages, TemplateUnsupported, ids
-from tokenization.limit import TooManyIds
+from tokenization.errors import TooManyIds
 from tokenization.placeholders import PlaceholdersDiffer
 
 _HINT = (
