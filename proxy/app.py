@@ -11,8 +11,8 @@ from starlette.middleware.cors import CORSMiddleware
 from proxy import __version__
 from proxy.engine.http import HttpEngine
 from proxy.fleet.fleet import Fleet
-from proxy.fleet.hold import Hold
 from proxy.fleet.membership import Resolve, resolve_host
+from proxy.fleet.queue import Hold
 from proxy.fleet.replica import RETRY_S, Replica
 from proxy.fleet.routing import Routing
 from proxy.fleet.tokenizers import Tokenizers

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 
-from proxy.fleet.changes import Changes, fleet_id
 from proxy.fleet.fleet import Fleet
-from proxy.fleet.membership import Membership, Resolve
+from proxy.fleet.membership import Membership, Resolve, fleet_id
 from proxy.fleet.replica import Replica
 from proxy.fleet.weight_calls import WeightCalls
 from proxy.history.audit import Auditor
@@ -16,9 +15,8 @@ from proxy.image_fetch import ImageFetcher
 from proxy.metrics import Metrics
 from proxy.monitoring.store import timed_store
 from proxy.settings import Settings, proof_folder
-from proxy.stores.fleet_state import StoredState
+from proxy.stores.fleet_words import StoredWords
 from proxy.stores.guarded import GuardedStore
-from proxy.stores.replica_changes import StoredChanges
 from proxy.stores.urls import make_store
 from proxy.turn.model_aliases import ModelAliases, parse_alias
 from proxy.turn.running import RunningRequests
@@ -40,7 +38,7 @@ def make_services(
     fetch = ImageFetcher(settings.image_hosts).fetch if settings.image_hosts else None
     images = ImageLoader(encoders, fetch=fetch)
     shared = settings.store != "memory:"
-    fleet.weights.store = StoredState(guarded, _fleet_of(settings), shared=shared)
+    fleet.weights.store = StoredWords(guarded, f"{_fleet_of(settings)}/weights", shared=shared)
     return Services(
         fleet,
         guarded,
@@ -77,7 +75,7 @@ def make_membership(
     return Membership(
         services.fleet,
         make_replica,
-        Changes(StoredChanges(services.store, _fleet_of(settings))),
+        StoredWords(services.store, _fleet_of(settings)),
         settings.upstreams,
         settings.upstreams_file,
         settings.watch_interval_s,

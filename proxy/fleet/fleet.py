@@ -286,7 +286,7 @@ class Fleet:
         if overtakes and (place := take()) is not None:
             return place
         with queued():
-            return await self.queue.acquire(routing.tenant, routing.ids, take, routing.samples)
+            return await self.queue.acquire(routing.tenant, routing.ids, take)
 
     def _chosen(self, replicas: Sequence[Replica], routing: Routing) -> Replica:
         """The replica that the policy chooses."""

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from proxy.engine.discovery import (
     NO_TOKEN_IN,
@@ -21,10 +22,12 @@ from proxy.fleet.health import Breaker
 from proxy.fleet.lateness import Lateness
 from proxy.fleet.load import Load
 from proxy.fleet.tokenizers import Tokenizers
-from proxy.fleet.weight_state import ReplicaWeights
 from proxy.http import Request
 from proxy.metrics import Metrics, ReplicaState
 from tokenization import ChatTokenizer
+
+if TYPE_CHECKING:
+    from proxy.fleet.weights import Weights
 
 log = logging.getLogger("tokenproxy")
 
@@ -101,7 +104,7 @@ class Replica:
         self._check_due = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self._lateness = Lateness(clock)
-        self.weights: ReplicaWeights | None = None
+        self.weights: Weights | None = None
         """What decides by its weights whether it gets requests; None if all weights do."""
         self.weight_version: str | None = None
         """The version of its weights; None if its engine reports none."""

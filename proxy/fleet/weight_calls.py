@@ -28,7 +28,7 @@ from proxy.fleet.fan_out import Outcome, fan_out
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.joined_answers import join_answers, judged, problem_of
 from proxy.fleet.replica import Replica
-from proxy.fleet.weight_state import Failure, FleetState
+from proxy.fleet.shared import Failure, FleetState
 from proxy.http import JSON_HEADERS, Request, Response, query_value
 from proxy.metrics import Metrics
 

@@ -1,6 +1,6 @@
 """The state of the fleet's weights in this process: which replicas may serve, and what samples each turn.
 
-All processes of the fleet share the state, see `weight_state.py`. Each reads it every 0.25 s, and once more
+All processes of the fleet share the state, see `shared.py`. Each reads it every 0.25 s, and once more
 before it records a turn, so that no turn is recorded with a version that another process has replaced.
 """
 
@@ -16,9 +16,9 @@ from msgspec.structs import replace
 from proxy.engine.protocol import fetch
 from proxy.errors import ApiError
 from proxy.fleet.fan_out import Outcome
-from proxy.fleet.hold import Hold
+from proxy.fleet.queue import Hold
 from proxy.fleet.replica import Replica
-from proxy.fleet.weight_state import Failure, FleetState, StateError, StateStore
+from proxy.fleet.shared import Failure, FleetState, SharedError, SharedWords, read_state, write_state
 from proxy.fleet.weight_tags import WeightTag
 from proxy.http import Request
 
@@ -49,7 +49,7 @@ class Weights:
         """
         self.state = FleetState()
         self.timeout_s = timeout_s
-        self.store: StateStore | None = None
+        self.store: SharedWords | None = None
         """Shares the state with other processes; None keeps it in this one."""
         self.calls = 0
         """Admin calls of this process that run."""
@@ -208,8 +208,8 @@ class Weights:
         if self.state.paused and not self.calls:  # else this process ends the pause itself
             self.note_positions(late=self._fleet.lateness.was_late)
         try:
-            state = await self.store.read()
-        except StateError as error:
+            state = await read_state(self.store)
+        except SharedError as error:
             self._report(str(error))
             return False
         self._report("")
@@ -263,8 +263,8 @@ class Weights:
             return
         async with self._writing:
             try:
-                await self.store.write(state)
-            except StateError as error:
+                await write_state(self.store, state)
+            except SharedError as error:
                 self._unshared = True
                 log.error("other processes do not learn of the fleet's weights yet: %s", error)
             else:
