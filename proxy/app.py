@@ -143,13 +143,8 @@ def _replica_maker(
             idle_timeout_s=settings.idle_timeout_s or None,
             held_seconds=hold.seconds,
         )
-        return Replica(
-            MonitoredEngine(engine, metrics),
-            tokenizers,
-            settings.watch_interval_s,
-            metrics=metrics,
-            retry_s=retry_s,
-        )
+        monitored = MonitoredEngine(engine, metrics)
+        return Replica(monitored, tokenizers, metrics, settings.watch_interval_s, retry_s=retry_s)
 
     return make_replica
 

@@ -9,9 +9,6 @@ _TICK_S = 0.25
 LATE_S = 1.0
 """A tick that is later than this makes recent timeouts inconclusive."""
 _REMEMBERED_S = 10.0
-_NAP_S = 0.05
-_NAPS = 4
-_SETTLES_S = 3.0
 
 
 class Lateness:
@@ -39,22 +36,6 @@ class Lateness:
         now = self._clock()
         running = self._task is not None
         return now - self._late_at < _REMEMBERED_S or (running and now - self._due > LATE_S)
-
-    async def settled(self) -> bool:
-        """Wait, if the loop was late, until it is on time for some naps in a row; False if it stays late.
-
-        What had arrived at the sockets before has been read then.
-        """
-        if not self.was_late:
-            return True
-        on_time, end = 0, self._clock() + _SETTLES_S
-        while on_time < _NAPS:
-            start = self._clock()
-            if start > end:
-                return False
-            await asyncio.sleep(_NAP_S)
-            on_time = on_time + 1 if self._clock() - start < 2 * _NAP_S else 0
-        return True
 
     async def _watch(self) -> None:
         while True:

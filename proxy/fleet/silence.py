@@ -6,7 +6,6 @@ grow, the replica is ejected. The threshold is measured, because prompts take en
 """
 
 import asyncio
-import logging
 import re
 from typing import TYPE_CHECKING
 
@@ -19,15 +18,12 @@ from proxy.http import Request
 if TYPE_CHECKING:
     from proxy.fleet.fleet import Fleet
 
-log = logging.getLogger("tokenproxy")
-
 INTERVAL_S = 0.5
 SILENT_S = 3.0
-"""The shortest silence that counts."""
+"""The shortest silence that counts. A trial that runs for longer is decided by a request for one token: a
+whole completion may take minutes, and all other requests wait for its end. A shorter one proves more."""
 _TIMES_SLOWER = 3.0
-"""How many times longer than recent silences a silence must be to count."""
-_BATCH_S = 10.0
-"""Longest time for prompts that are read together, as far as one of them alone does not take longer."""
+"""How many times longer than usual silences a silence must be to count."""
 PROBE_S = 2.5
 _TOKEN_COUNTS = re.compile(rb"^vllm:(?:generation|prompt|iteration)_tokens_total\S*\s+(\S+)$", re.MULTILINE)
 
@@ -58,73 +54,52 @@ class SilenceWatch:
             self._fleet.queue.wake()  # a replica may have come back
             for replica in [*self._fleet.replicas, *self._fleet.leaving]:
                 replica.report_state()
-                if replica.name in self._probes or not self._may_probe(replica):
+                silent_s = replica.load.silent_s()
+                if silent_s < SILENT_S or replica.name in self._probes or not self._may_probe(replica):
                     continue
-                suspicious = self._is_suspicious(replica)
-                if suspicious or _has_long_trial(replica):
+                suspicious = silent_s > _TIMES_SLOWER * replica.load.usual_silence_s()
+                if suspicious or replica.breaker.trial_s() > SILENT_S:
                     self._probes[replica.name] = asyncio.create_task(self._probe(replica, suspicious))
 
     def _may_probe(self, replica: Replica) -> bool:
-        if replica.load.silent_s() < SILENT_S or not replica.ready or replica.breaker.ejected:
+        fleet = self._fleet
+        paused = fleet.weights.hold.active  # a paused engine sends nothing
+        if paused or fleet.lateness.was_late or not replica.ready or replica.breaker.ejected:
             return False
-        if self._fleet.weights.hold.active:
-            return False  # a paused engine sends nothing
-        return self._fleet.has_alternative(replica) and not self._fleet.lateness.was_late
-
-    def _is_suspicious(self, replica: Replica) -> bool:
-        """Whether it is silent for longer than it needs for its requests."""
-        load = replica.load
-        longest, together = load.unread_prompts()
-        seconds_per_id = load.seconds_per_id()
-        # an engine may read all prompts in one batch; that many of them are there does not excuse it for long
-        prompt_s = max(longest * seconds_per_id, min(together * seconds_per_id, _BATCH_S))
-        return load.silent_s() > _TIMES_SLOWER * max(load.slowest_gap_s, prompt_s)
+        return fleet.has_alternative(replica)
 
     async def _probe(self, replica: Replica, suspicious: bool) -> None:
         try:
-            await self._ask_for_a_token(replica, suspicious)
+            if await self._is_dead(replica, suspicious) and self._fleet.has_alternative(replica):
+                self._fleet.eject(replica, "it responds to /health, but to no requests")
         finally:
             del self._probes[replica.name]
 
-    async def _ask_for_a_token(self, replica: Replica, suspicious: bool) -> None:
-        """Ask for one token; without an answer a suspicious replica is ejected."""
-        before = await _token_count(replica)
+    async def _is_dead(self, replica: Replica, suspicious: bool) -> bool:
+        """Ask for one token; True if a suspicious replica does not answer, and nothing explains that."""
+        before, silent_s = await _token_count(replica), replica.load.silent_s()
         request = {"messages": [{"role": "user", "content": "."}], "max_tokens": 1}
-        silent_since = replica.load.silent_s()
+        status = 0
         try:
             async with asyncio.timeout(PROBE_S):
                 status, _ = await fetch(replica.questions, json_request(CHAT_PATH, request))
         except TimeoutError:
             pass
         except OutOfSockets:
-            return  # this process is at fault, not the replica
+            return False  # this process is at fault, not the replica
         except ApiError as error:
             if suspicious:
                 self._fleet.failed(replica, error)
-            return
-        else:
-            if status < 500:
-                replica.load.progress()
-                if status == 200 and _has_long_trial(replica):
-                    replica.breaker.succeeded()
-                return
-        progressed = replica.load.silent_s() < silent_since
-        after = await _token_count(replica)
-        if not suspicious or progressed or before != after or self._fleet.lateness.was_late:
-            return
-        if await self._fleet.weights.explains_silence(replica):
-            return
-        if self._fleet.has_alternative(replica):
-            self._fleet.eject(replica, "it responds to /health, but to no requests")
-
-
-def _has_long_trial(replica: Replica) -> bool:
-    """Whether its trial runs for so long that a request for one token decides instead.
-
-    A trial of a whole completion may take minutes, and all other requests wait for its end. A shorter one
-    proves more.
-    """
-    return replica.breaker.trial_s() > SILENT_S
+            return False
+        if 0 < status < 500:
+            replica.load.progress()
+            if status == 200 and replica.breaker.trial_s() > SILENT_S:
+                replica.breaker.succeeded()
+            return False
+        progressed = replica.load.silent_s() < silent_s or before != await _token_count(replica)
+        if not suspicious or progressed or self._fleet.lateness.was_late:
+            return False
+        return not await self._fleet.weights.explains_silence(replica)
 
 
 async def _token_count(replica: Replica) -> float | None:
@@ -132,10 +107,7 @@ async def _token_count(replica: Replica) -> float | None:
     try:
         async with asyncio.timeout(1.0):
             status, page = await fetch(replica.questions, Request("GET", "/metrics"))
-    except (ApiError, TimeoutError):
-        return None
-    counts = _TOKEN_COUNTS.findall(page) if status == 200 else []
-    try:
+        counts = _TOKEN_COUNTS.findall(page) if status == 200 else []
         return sum(map(float, counts)) if counts else None
-    except ValueError:
+    except (ApiError, TimeoutError, ValueError):
         return None

@@ -187,12 +187,11 @@ class WeightCalls:
             await weights.change(replace(state, updating=updating, touched=time.time()))
         elif effect in _ENDS_PAUSE:
             # before the others learn of it: they send requests to the engines from then on
-            late = bool(state.paused) and not await self._fleet.lateness.settled()
             if state.paused and weights.shared:
                 # other processes note the positions of their streams; new requests still wait here
                 await weights.announce(replace(state, paused=""))
                 await asyncio.sleep(_OTHERS_LEARN_S)
-            weights.note_positions(late=late)
+            weights.note_positions(late=self._fleet.lateness.was_late)
 
     async def _after(self, run: _Run, outcomes: Sequence[Outcome]) -> str:
         """Draw the consequences; returns a note for the client on what the proxy did."""

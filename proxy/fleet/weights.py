@@ -195,7 +195,7 @@ class Weights:
         """Whether a replica that sends nothing is paused, by a proxy of the fleet or by somebody else."""
         await self.refresh()
         if self.hold.active or await self._is_paused(replica):
-            replica.load.restart()
+            replica.load.shift(0.0)
             return True
         return False
 
