@@ -38,7 +38,7 @@ def make_services(
     fetch = ImageFetcher(settings.image_hosts).fetch if settings.image_hosts else None
     images = ImageLoader(encoders, fetch=fetch)
     shared = settings.store != "memory:"
-    fleet.weights.store = StoredWords(guarded, f"{_fleet_of(settings)}/weights", shared=shared)
+    fleet.weights.words = StoredWords(guarded, f"{_fleet_of(settings)}/weights", shared=shared)
     return Services(
         fleet,
         guarded,

@@ -8,11 +8,10 @@ Law: a replica serves requests only if its weights are those of the fleet.
 One word in the store holds the state. The process that gets an admin call writes it; all others read it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import msgspec
-from msgspec.structs import replace
 
 from proxy.errors import Unavailable
 
@@ -45,8 +44,6 @@ class Failure(msgspec.Struct, frozen=True):
     path: str
     """The call that failed."""
     reason: str
-    revision: int
-    """That of the fleet's version when it failed."""
     loading: bool = True
     """Whether its weights may differ from what their version says; False if it may still be paused."""
     repairing: bool = False
@@ -77,19 +74,10 @@ class FleetState(msgspec.Struct, frozen=True):
         """Whether new requests wait."""
         return bool(self.paused or self.updating)
 
-    def with_version(self, version: str) -> "FleetState":
-        """The state after a version was set."""
-        return replace(self, version=version, revision=self.revision + 1)
-
-    def with_failures(self, failures: dict[str, Failure]) -> "FleetState":
-        """The state after replicas failed."""
-        return replace(self, failures={**self.failures, **failures})
-
-    def without_failures(self, replicas: Iterable[str]) -> "FleetState":
-        """The state after replicas recovered."""
-        gone = set(replicas)
-        kept = {name: failure for name, failure in self.failures.items() if name not in gone}
-        return replace(self, failures=kept)
+    def lacks_weights(self, replica: str) -> bool:
+        """Whether an update failed on a replica, and no other one has begun there."""
+        failure = self.failures.get(replica)
+        return failure is not None and failure.loading and not failure.repairing
 
     def allows(self, replica: str, version: str | None) -> bool:
         """Whether a replica may serve requests; `version` as in `problem`."""
@@ -114,17 +102,6 @@ class FleetState(msgspec.Struct, frozen=True):
                 "update its weights"
             )
         return "; ".join(problems)
-
-    def recovered(self, replica: str, version: str | None) -> bool:
-        """Whether a failed replica is seen to have the fleet's weights, by the version that it reports.
-
-        One that failed while weights were loaded reports its old version until an update succeeds: only a
-        version that was set after the failure proves that it has the weights.
-        """
-        failure = self.failures.get(replica)
-        if failure is None or not failure.loading or self.version is None:
-            return False
-        return version == self.version and self.revision > failure.revision
 
 
 async def read_state(words: SharedWords) -> FleetState:

@@ -365,18 +365,10 @@ async def test_the_state_in_a_store() -> None:
     store = MemoryStore(Limits())
     words = StoredWords(store, "fleet/weights")
     assert await read_state(words) == FleetState()
-    state = FleetState(failures={"a": Failure("/resume", "why", 3)}, group=("a", "b")).with_version("7")
+    state = FleetState(1, "7", failures={"a": Failure("/resume", "why")}, group=("a", "b"))
     await write_state(words, state)
     assert await read_state(words) == state
     assert await read_state(StoredWords(store, "another/weights")) == FleetState()
     await store.change_replica("fleet/weights", "weights", "{")
     with pytest.raises(SharedError):
         await read_state(words)
-
-
-def test_only_a_version_that_was_set_later_proves_that_weights_were_loaded() -> None:
-    failed = FleetState(version="7", revision=1, failures={"a": Failure("/update_weights", "why", 1)})
-    assert not failed.recovered("a", "7"), "it may have loaded a part of the next ones"
-    assert failed.with_version("8").recovered("a", "8")
-    assert not failed.with_version("8").recovered("a", "7")
-    assert "why; its weights are version 7" in failed.with_version("8").problem("a", "7")
