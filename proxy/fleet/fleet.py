@@ -13,7 +13,6 @@ from proxy.fleet.choosing import Candidate, Choose, Preference, sticky_least_loa
 from proxy.fleet.conversations import Conversations
 from proxy.fleet.dispatch import Dispatch, Place, Suspects, Work
 from proxy.fleet.health import BreakerState
-from proxy.fleet.lateness import Lateness
 from proxy.fleet.load import Lease
 from proxy.fleet.model import FleetModel, choose_model
 from proxy.fleet.prefix_caches import PrefixCaches
@@ -21,7 +20,7 @@ from proxy.fleet.queue import FairQueue
 from proxy.fleet.replica import Replica
 from proxy.fleet.replica_report import report
 from proxy.fleet.routing import Routing
-from proxy.fleet.silence import SilenceWatch
+from proxy.fleet.watch import FleetWatch
 from proxy.fleet.weights import TIMEOUT_S, Weights
 from proxy.http import Request, Response
 from proxy.monitoring.exchange import queued
@@ -79,11 +78,9 @@ class Fleet:
         self.expected_ids = 200.0
         """Mean number of ids in a completion, of late."""
         self._choose = choose
-        self.lateness = Lateness(clock)
-        self._silence = SilenceWatch(self)
+        self.watch = FleetWatch(self)
         self._next = 0
         self._started = False
-        self._closing: set[asyncio.Task[None]] = set()
         for replica in replicas:
             self.add(replica)
 
@@ -101,20 +98,13 @@ class Fleet:
         self.replicas.remove(replica)
         self.leaving.append(replica)
         self.settle_model()
-        task = asyncio.create_task(self._close_when_idle(replica))
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
 
-    async def _close_when_idle(self, replica: Replica) -> None:
-        """Stop watching a removed replica and close its connections once its last request ended."""
-        try:
-            while replica.load.requests:  # noqa: ASYNC110 - seldom, and nothing waits for it
-                await asyncio.sleep(1.0)
-        finally:
-            self.leaving.remove(replica)
-            await replica.stop()
-            if all(other.name != replica.name for other in self.replicas):
-                replica.forget_state()
+    async def forget(self, replica: Replica) -> None:
+        """Stop watching a removed replica and close its connections: its last request ended."""
+        self.leaving.remove(replica)
+        await replica.stop()
+        if all(other.name != replica.name for other in self.replicas):
+            replica.forget_state()
 
     def settle_model(self) -> None:
         """Decide which model the fleet serves, and which replicas differ from it and get no requests.
@@ -147,8 +137,7 @@ class Fleet:
     def start(self) -> None:
         """Start watching all replicas."""
         self._started = True
-        self.lateness.start()
-        self._silence.start()
+        self.watch.start()
         self.weights.start()
         for replica in self.replicas:
             replica.start()
@@ -156,12 +145,7 @@ class Fleet:
     async def stop(self) -> None:
         """Stop watching and close all connections."""
         await self.weights.stop()
-        await self._silence.stop()
-        await self.lateness.stop()
-        for task in self._closing:
-            task.cancel()
-        if self._closing:
-            await asyncio.wait(self._closing)
+        await self.watch.stop()
         for replica in [*self.replicas, *self.leaving]:
             await replica.stop()
 
@@ -315,7 +299,7 @@ class Fleet:
         replica.check_now()
         if not replica.ready:
             return
-        if isinstance(problem, EngineTimeout) and self.lateness.was_late:
+        if isinstance(problem, EngineTimeout) and self.watch.was_late:
             log.warning("%s is not blamed for a timeout: this process was busy", replica.name)
         elif replica.breaker.failed(problem.message, may_open=self.has_alternative(replica)):
             self._count_ejection(replica, "failures")

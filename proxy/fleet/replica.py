@@ -279,7 +279,7 @@ class Replica:
 
     def _missed(self) -> bool:
         """Count a health check without an answer; returns whether they suffice to mark the replica down."""
-        if self.fleet.lateness.was_late:
+        if self.fleet.watch.was_late:
             return False  # the answer may have come in time
         self._misses += 1
         if self._misses < MISSES:

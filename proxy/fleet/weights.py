@@ -122,7 +122,7 @@ class Weights:
         Call it right before the replicas resume.
         """
         for tag in self._tags:
-            tag.before = None if self._fleet.lateness.was_late else tag.progress()
+            tag.before = None if self._fleet.watch.was_late else tag.progress()
 
     def resumed(self, replica: Replica) -> None:
         """A replica was resumed after a pause."""
@@ -220,7 +220,7 @@ class Weights:
             self.ask_again(self._fleet.replicas)
         if old.paused and not new.paused:
             for tag in self._tags:
-                positions = None if self._fleet.lateness.was_late else tag.progress()
+                positions = None if self._fleet.watch.was_late else tag.progress()
                 tag.resumed(positions if positions == tag.before else None)
         self._adopt(new)
 

@@ -6,6 +6,7 @@ grow, the replica is ejected. The threshold is measured, because prompts take en
 """
 
 import asyncio
+import math
 import re
 from typing import TYPE_CHECKING
 
@@ -25,16 +26,24 @@ whole completion may take minutes, and all other requests wait for its end. A sh
 _TIMES_SLOWER = 3.0
 """How many times longer than usual silences a silence must be to count."""
 PROBE_S = 2.5
+LATE_S = 1.0
+"""A task that wakes up later than this makes recent timeouts inconclusive."""
+_LATE_REMEMBERED_S = 10.0
 _TOKEN_COUNTS = re.compile(rb"^vllm:(?:generation|prompt|iteration)_tokens_total\S*\s+(\S+)$", re.MULTILINE)
 
 
-class SilenceWatch:
-    """Watches the replicas of a fleet."""
+class FleetWatch:
+    """Watches the replicas of a fleet, and whether this process is on time: else a timeout proves nothing."""
 
     def __init__(self, fleet: "Fleet") -> None:
         self._fleet = fleet
+        self._clock = fleet.clock
         self._task: asyncio.Task[None] | None = None
         self._probes: dict[str, asyncio.Task[None]] = {}
+        self._due = math.inf
+        """When the task wakes up."""
+        self._late_at = -math.inf
+        """When it woke up too late."""
 
     def start(self) -> None:
         """Start watching. Call it inside a running event loop."""
@@ -48,11 +57,22 @@ class SilenceWatch:
         if tasks:
             await asyncio.wait(tasks)
 
+    @property
+    def was_late(self) -> bool:
+        """Whether the event loop is too busy now, or was recently, to notice responses in time."""
+        now = self._clock()
+        return now - self._late_at < _LATE_REMEMBERED_S or now - self._due > LATE_S
+
     async def _watch(self) -> None:
+        fleet = self._fleet
         while True:
+            self._due = self._clock() + INTERVAL_S
             await asyncio.sleep(INTERVAL_S)
-            self._fleet.queue.wake()  # a replica may have come back
-            for replica in [*self._fleet.replicas, *self._fleet.leaving]:
+            if (now := self._clock()) - self._due > LATE_S:
+                self._late_at = now
+            self._due = math.inf
+            fleet.queue.wake()  # a replica may have come back
+            for replica in [*fleet.replicas, *fleet.leaving]:
                 replica.report_state()
                 silent_s = replica.load.silent_s()
                 if silent_s < SILENT_S or replica.name in self._probes or not self._may_probe(replica):
@@ -60,11 +80,13 @@ class SilenceWatch:
                 suspicious = silent_s > _TIMES_SLOWER * replica.load.usual_silence_s()
                 if suspicious or replica.breaker.trial_s() > SILENT_S:
                     self._probes[replica.name] = asyncio.create_task(self._probe(replica, suspicious))
+            for replica in [each for each in fleet.leaving if not each.load.requests]:
+                await fleet.forget(replica)
 
     def _may_probe(self, replica: Replica) -> bool:
         fleet = self._fleet
         paused = fleet.weights.hold.active  # a paused engine sends nothing
-        if paused or fleet.lateness.was_late or not replica.ready or replica.breaker.ejected:
+        if paused or self.was_late or not replica.ready or replica.breaker.ejected:
             return False
         return fleet.has_alternative(replica)
 
@@ -97,7 +119,7 @@ class SilenceWatch:
                 replica.breaker.succeeded()
             return False
         progressed = replica.load.silent_s() < silent_s or before != await _token_count(replica)
-        if not suspicious or progressed or self._fleet.lateness.was_late:
+        if not suspicious or progressed or self.was_late:
             return False
         return not await self._fleet.weights.explains_silence(replica)
 
