@@ -42,6 +42,11 @@ def complete(group: CandidateGroup) -> bool:
     return group.total <= len(group.candidates)
 
 
+def in_one_rollout(group: CandidateGroup) -> bool:
+    """Whether all turns of a group belong to one rollout."""
+    return complete(group) and len({candidate.rollout for candidate in group.candidates}) == 1
+
+
 def continues(conversation: Conversation, end: int, turn: CachedTurn, kind: str) -> bool | None:
     """Check whether a turn found by a digest is the one that the client sent back.
 

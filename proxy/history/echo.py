@@ -14,7 +14,6 @@ no text, and names nothing to another tenant.
 import base64
 import binascii
 import hmac
-import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
@@ -26,8 +25,6 @@ from proxy.history.cached_turn import CachedTurn
 from proxy.history.store import Store, StoreError
 from proxy.metrics import Metrics
 from proxy.turn.request import ChatRequest
-
-log = logging.getLogger("tokenproxy")
 
 _TURN_BYTES, _ITEM_BYTES, _SIGNATURE_BYTES = 16, 2, 12
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{40}")
@@ -133,7 +130,7 @@ class Echoes:
             try:
                 self._signer = Signer(await self._store.secret())
             except StoreError as error:
-                self._report("responses carry no tokens of their turns", error)
+                error.report(self._metrics, "responses carry no tokens of their turns")
         return self._signer
 
     async def resolve(self, request: ChatRequest) -> ChatRequest:
@@ -170,15 +167,11 @@ class Echoes:
             try:
                 turn = await self._load(echo.turn)
             except StoreError as error:
-                self._report("a request's ids of tool calls stay those of the client", error)
+                error.report(self._metrics, "a request's ids of tool calls stay those of the client")
                 break
             if turn is not None and echo.item < len(turn.call_ids):
                 found[call_id] = _OwnId(turn.call_ids[echo.item], echo.turn)
         return found
-
-    def _report(self, consequence: str, error: StoreError) -> None:
-        self._metrics.store_errors.inc()
-        log.log(error.level, "%s: %s", consequence, error)
 
 
 class _OwnId(NamedTuple):

@@ -11,6 +11,7 @@ import msgspec
 from proxy.errors import BadRequest, NotReady, Unsupported
 from proxy.history.audit import Auditor
 from proxy.history.cached_turn import CachedTurn
+from proxy.history.claims import Claims
 from proxy.history.context import check_fits, check_ids_fit, is_truncated, too_long
 from proxy.history.continuation import continue_ids, continue_turn
 from proxy.history.conversation import Conversation
@@ -160,6 +161,7 @@ async def place_given(
     request: ChatRequest,
     prompt: bytes,
     model: ServedModel,
+    claims: Claims,
     images: Sequence[PromptImage] = (),
 ) -> Placement:
     """Find where to record the turn of a request with given ids.
@@ -184,34 +186,33 @@ async def place_given(
         return placer.nowhere(request, model)  # the engine refuses them
     if not request.record:
         return placer.nowhere(request, model)
-    match = await placer.match(request, conversation, scope) if whole else Match()
-    claimed = placer.place(request, model, scope, conversation, match)
-    async with placer.released_on_error(claimed):
-        if match.turn is not None and not _continues(match.turn, prompt, images):
-            await placer.release(claimed)
-            match = Match()
-        proved = whole and await _proves(placer, conversation, match, prompt, request, model)
-        if request.session is None and not whole:
-            return placer.nowhere(request, model)
-        placement = placer.place(request, model, scope, conversation, match)
-        parent, first_new = match.turn, match.end + 1
-        if parent is not None and parent.rollout != placement.session.id:
-            parent = None
-        if parent is None and request.session is not None:
-            rollout = session_id(request.tenant, request.session.name)
-            if model.images is None:
-                parent = await _without_images(placer, prompt, rollout, request)
-            else:
-                parent = await placer.longest_prefix(prompt, rollout, images)
-            first_new = conversation.ends[0] + 1 if whole and conversation.ends else 0
-        return replace(
-            placement,
-            parent=parent,
-            first_new=first_new if parent else 0,
-            findable=proved,
-            holder=placement.holder or (parent.replica if parent else ""),
-            held_since=placement.held_since or (request_time(parent.id) if parent else 0.0),
+    match = Match()
+    if whole:
+        match = await placer.match(
+            request, conversation, scope, claims, lambda turn: _continues(turn, prompt, images)
         )
+    proved = whole and await _proves(placer, conversation, match, prompt, request, model)
+    if request.session is None and not whole:
+        return placer.nowhere(request, model)
+    placement = placer.place(request, model, scope, conversation, match)
+    parent, first_new = match.turn, match.end + 1
+    if parent is not None and parent.rollout != placement.session.id:
+        parent = None
+    if parent is None and request.session is not None:
+        rollout = session_id(request.tenant, request.session.name)
+        if model.images is None:
+            parent = await _without_images(placer, prompt, rollout, request)
+        else:
+            parent = await placer.longest_prefix(prompt, rollout, images)
+        first_new = conversation.ends[0] + 1 if whole and conversation.ends else 0
+    return replace(
+        placement,
+        parent=parent,
+        first_new=first_new if parent else 0,
+        findable=proved,
+        holder=placement.holder or (parent.replica if parent else ""),
+        held_since=placement.held_since or (request_time(parent.id) if parent else 0.0),
+    )
 
 
 def _continues(turn: CachedTurn, prompt: bytes, images: Sequence[PromptImage]) -> bool:

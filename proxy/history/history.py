@@ -5,13 +5,13 @@ import logging
 
 from proxy.history.audit import Auditor
 from proxy.history.cache import TurnCache
+from proxy.history.claims import Claims, Pins
 from proxy.history.echo import Echoes
 from proxy.history.encoders import EncoderPool
 from proxy.history.feed_tasks import finish_idle_forever, report_consumers_forever
 from proxy.history.feed_watch import FeedWatch
 from proxy.history.images import ImageLoader
 from proxy.history.matcher import Matcher
-from proxy.history.pins import Pins
 from proxy.history.placing import Placer
 from proxy.history.planner import Planner
 from proxy.history.recorder import Recorder
@@ -51,13 +51,17 @@ class History:
         self.pins = Pins(store, metrics)
         matcher = Matcher(store, self.cache, encoders)
         loader = images or ImageLoader(encoders)
-        self.placer = Placer(store, self.cache, matcher, self.pins, encoders, metrics, auditor, loader)
+        self.placer = Placer(store, self.cache, matcher, encoders, metrics, auditor, loader)
         self.planner = Planner(self.placer, thinking_policy, renders_overflow=overflow == "render")
         self.echoes = Echoes(store, matcher.load, metrics)
         self.recorder = Recorder(store, self.cache, encoders, metrics, self.tasks)
         self.retries = Retries(store, metrics, self.tasks)
         self.feed_watch = FeedWatch(store)
         self._finish_after_s = finish_after_s
+
+    def claims(self) -> Claims:
+        """What a request will hold of the record, to be used as a block."""
+        return Claims(self.pins)
 
     async def open(self) -> None:
         """Open the store. Raises StoreError."""
@@ -81,8 +85,7 @@ class History:
             try:
                 evicted = await self.store.evict()
             except StoreError as error:
-                self.metrics.store_errors.inc()
-                log.log(error.level, "old rollouts could not be evicted: %s", error)
+                error.report(self.metrics, "old rollouts could not be evicted")
                 continue
             if evicted.rollouts:
                 self.metrics.count_evicted(evicted.rollouts, evicted.undelivered)

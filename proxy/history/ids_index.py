@@ -37,9 +37,6 @@ def ids_entries(scope: Scope, ids: bytes, ids_digest: bytes) -> list[IndexEntry]
 async def match_ids(matcher: Matcher, prompt: bytes, scope: Scope, rollout: str | None = None) -> Match:
     """The recorded turn with the most ids that a prompt begins with.
 
-    If several rollouts hold these ids, it is one that no other request has continued; if all are continued,
-    the prompt starts a rollout of its own (`same_rollout` is false).
-
     Args:
         prompt: a compact JSON array of ids.
         rollout: only turns of this rollout; None for all in the scope.
@@ -55,10 +52,8 @@ async def match_ids(matcher: Matcher, prompt: bytes, scope: Scope, rollout: str 
             turn = await _longest(matcher, found.get(key), prompt, rollout)
             if turn is None:
                 continue
-            if rollout is not None:
-                return Match(turn)
             digest: bytes = turn.hasher.digest()
-            return await matcher.take_equal(turn, _whole_key(scope, digest), digest, scope.rollout)
+            return Match(turn, shared=None if rollout else (_whole_key(scope, digest), digest))
     return Match()
 
 

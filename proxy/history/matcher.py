@@ -19,11 +19,12 @@ import msgspec
 
 from proxy.history.cache import TurnCache
 from proxy.history.cached_turn import CachedTurn, read_turn
-from proxy.history.candidates import all_listed, complete, continues, count_turns, lists_all, of_rollout
+from proxy.history.candidates import all_listed, continues, count_turns, in_one_rollout, lists_all, of_rollout
+from proxy.history.claims import Claims
 from proxy.history.conversation import Conversation
 from proxy.history.prompt_image import PromptImage
 from proxy.history.scope import Scope, changed_part
-from proxy.history.store import FOUND_AT_MOST, Candidate, CandidateGroup, Found, Store
+from proxy.history.store import FOUND_AT_MOST, CandidateGroup, Found, Store
 from proxy.history.text_index import KINDS, content_key, text_keys
 from proxy.history.turn import Turn, pack_ids
 from proxy.history.vocabulary import Reason
@@ -50,6 +51,9 @@ class Match:
     """Whether the request belongs to the rollout of `turn`. If not, only the ids are reused."""
     claimed: bool = False
     """Whether `turn` was claimed for this request among several."""
+    shared: tuple[bytes, bytes] | None = None
+    """Set if other rollouts may hold turns with the ids of `turn`: the key that finds them, and the
+    `ids_digest`."""
 
 
 class AmbiguousImages(Exception):
@@ -185,22 +189,31 @@ class Matcher:
                 best = [*best, turn] if best and turn.count == best[0].count else [turn]
         return best
 
-    async def take_equal(self, turn: CachedTurn, key: bytes, ids: bytes, rollout: str | None = None) -> Match:
-        """The match of a turn that was found by its ids; if several rollouts hold them, with an open turn.
+    async def claim(self, match: Match, claims: Claims) -> Match:
+        """Choose one of the turns with equal ids that several rollouts hold: one that no request continues.
 
-        Args:
-            key: of the index; finds all turns with these ids.
-            ids: its `ids_digest`.
-            rollout: the only one that can hold them; None if any can.
+        If all are continued, only the ids are reused (`same_rollout` is false).
 
         Raises:
             StoreError: the store does not respond.
         """
-        found = (await self.store.find([key], rollout)).get(key)
-        for group in found.groups if found is not None else ():
-            if group.ids == ids:
-                return await self._take(_Fit(key, group, turn, False), Match(turn, candidates=group.total))
-        return Match(turn)
+        if match.shared is None:
+            return match
+        key, ids = match.shared
+        # one request at a time: others of this process would race for the same candidates
+        async with self._claiming.setdefault(ids, asyncio.Lock()):
+            while True:
+                found = (await self.store.find([key])).get(key)
+                group = next((group for group in found.groups if group.ids == ids), None) if found else None
+                if group is not None and in_one_rollout(group):
+                    return replace(match, candidates=match.candidates or group.total)
+                candidates = [each for each in group.candidates if each.open] if group else []
+                for candidate in candidates:
+                    if await claims.take(candidate.turn) and (turn := await self.load(candidate.turn)):
+                        return replace(match, turn=turn, claimed=True)
+                # other processes may have claimed all that were found: then there may be more
+                if not candidates:
+                    return replace(match, same_rollout=False)
 
     async def _between(self, ends: Sequence[int], search: _Search) -> Match | None:
         """The longest match among the ends between one that matched and one that did not."""
@@ -255,8 +268,10 @@ class Matcher:
             repaired = (named or best[0]).repaired
             edited = end != conversation.ends[0]
             reason = Reason.HISTORY_EDITED if edited else Reason.CALL_REPAIRED if repaired else None
-            match = Match((named or best[0]).turn, end, reason, candidates)
-            return match if named is not None else await self._take(best[0], match)
+            if named is not None or in_one_rollout(best[0].group):
+                return Match((named or best[0]).turn, end, reason, candidates)
+            shared = (best[0].key, best[0].group.ids)
+            return Match(best[0].turn, end, reason, candidates, shared=shared)
         return None
 
     async def _named(self, fitting: Sequence["_Fit"], search: _Search, end: int) -> "_Fit | None":
@@ -285,37 +300,6 @@ class Matcher:
         if session is None or session.tenant != search.scope.tenant:
             return False
         return search.scope.session == (session.name if session.explicit else None)
-
-    async def _take(self, fit: "_Fit", match: Match) -> Match:
-        """Choose one of the turns with equal ids; if several rollouts hold one, an open one."""
-        group = fit.group
-        if complete(group) and len({candidate.rollout for candidate in group.candidates}) == 1:
-            return match
-        # one request at a time: others of this process would race for the same candidates
-        async with self._claiming.setdefault(group.ids, asyncio.Lock()):
-            # other processes may claim all that were found: then there may be more
-            while candidates := await self._open_candidates(fit):
-                for candidate in candidates:
-                    claimed = await self._claim(candidate.turn)
-                    if claimed is not None:
-                        return replace(match, turn=claimed, claimed=True)
-        return replace(match, same_rollout=False)
-
-    async def _claim(self, turn_id: str) -> CachedTurn | None:
-        """Claim one of the turns; None if others were faster. A failed or cancelled call claims none."""
-        claiming = asyncio.ensure_future(self.store.claim(turn_id))
-        try:
-            return await self.load(turn_id) if await asyncio.shield(claiming) else None
-        except BaseException:  # cancellation too: no other request could use a turn that stays claimed
-            if await claiming:
-                await self.store.release(turn_id)
-            raise
-
-    async def _open_candidates(self, fit: "_Fit") -> list[Candidate]:
-        """The turns of a group that are still open."""
-        found = (await self.store.find([fit.key])).get(fit.key)
-        groups = [group for group in found.groups if group.ids == fit.group.ids] if found else []
-        return [candidate for group in groups for candidate in group.candidates if candidate.open]
 
     async def _choose_in_rollout(self, search: _Search, end: int, rollout: str) -> Match | None:
         """The turn of a rollout that ends at one message, where `find` lists only some of the turns there."""

@@ -2,10 +2,8 @@
 
 import asyncio
 import hashlib
-import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,13 +12,13 @@ import msgspec
 from proxy.history.audit import Auditor
 from proxy.history.cache import TurnCache
 from proxy.history.cached_turn import CachedTurn
+from proxy.history.claims import Claims
 from proxy.history.conversation import Conversation
 from proxy.history.encoders import WORTH_A_THREAD_BYTES, EncoderPool
 from proxy.history.ids_index import match_ids
 from proxy.history.images import ImageLoader
 from proxy.history.matcher import Match, Matcher
 from proxy.history.origin import origin_of
-from proxy.history.pins import Pins
 from proxy.history.plan import Placement, ServedModel
 from proxy.history.prompt_image import PromptImage
 from proxy.history.scope import Scope, raw_key, scope_parts
@@ -33,8 +31,6 @@ from tokenization import TokenizationError
 from tokenization.argument_defaults import NO_DEFAULTS, ArgumentDefaults, argument_defaults
 from tokenization.cache import BoundedCache
 
-log = logging.getLogger("tokenproxy")
-
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TokenizationError)
 """Raised for messages, tools or template arguments that are not those of a chat completion."""
 
@@ -46,7 +42,6 @@ class Placer:
     store: Store
     cache: TurnCache
     matcher: Matcher
-    pins: Pins
     encoders: EncoderPool
     metrics: Metrics
     auditor: Auditor
@@ -81,38 +76,37 @@ class Placer:
         session = request.session.name if request.session is not None and request.session.explicit else None
         return Scope(request.tenant, session, name, request.rendering, parts)
 
-    async def match(self, request: ChatRequest, conversation: Conversation, scope: Scope) -> Match:
+    async def match(
+        self,
+        request: ChatRequest,
+        conversation: Conversation,
+        scope: Scope,
+        claims: Claims,
+        may_continue: Callable[[CachedTurn], bool] = lambda turn: True,
+    ) -> Match:
         """Find the recorded turn that a request continues, and pin its rollout if the store responds."""
         named, only = _rollouts_of(request)
-        match = Match()
 
-        async def search() -> None:
-            nonlocal match
-            match = await self._match(request, conversation, scope, only)
+        async def search() -> Match:
+            try:
+                match = await self.matcher.match(conversation, scope, only, request.echoed)
+                if match.turn is not None and not may_continue(match.turn):
+                    return Match()
+                return await self.matcher.claim(match, claims)
+            except StoreError as error:
+                error.report(self.metrics, "the prompt of a request is rendered")
+                return Match(reason=Reason.STORE_UNAVAILABLE)
 
-        try:
-            if named is not None:
-                # the turn is of this rollout, if there is one: one wait for the store instead of two
-                await asyncio.gather(search(), self.pin((named,)))
-            else:
-                await search()
-                if match.turn is not None and match.same_rollout:
-                    await self.pin((match.turn.rollout,))
-        except BaseException:  # cancellation too: no other request could use a turn that stays claimed
-            await self._release(match)
-            raise
+        if named is not None:
+            # the turn is of this rollout, if there is one: one wait for the store instead of two
+            match, _ = await asyncio.gather(search(), claims.pin(named))
+            return match
+        match = await search()
+        if match.turn is not None and match.same_rollout:
+            await claims.pin(match.turn.rollout)
         return match
 
-    async def _match(
-        self, request: ChatRequest, conversation: Conversation, scope: Scope, rollout: str | None
-    ) -> Match:
-        try:
-            return await self.matcher.match(conversation, scope, rollout, request.echoed)
-        except StoreError as error:
-            self.report("the prompt of a request is rendered", error)
-            return Match(reason=Reason.STORE_UNAVAILABLE)
-
-    async def match_ids(self, request: ChatRequest, prompt: bytes, scope: Scope) -> Match:
+    async def match_ids(self, request: ChatRequest, prompt: bytes, scope: Scope, claims: Claims) -> Match:
         """Find the recorded turn that a prompt, a compact JSON array of ids, continues.
 
         In a session, turns that the index does not hold (of the chat routes) are found among the newest;
@@ -123,18 +117,12 @@ class Placer:
         """
         named, only = _rollouts_of(request)
         match = await match_ids(self.matcher, prompt, scope, only)
-        if named is None:
-            return match
-        try:
+        if named is not None:
             newest = await self.matcher.longest_of(await self.store.newest(named, FOUND_AT_MOST), prompt)
-        except BaseException:  # as in `match`
-            await self._release(match)
-            raise
-        longer = newest is not None and (match.turn is None or newest.count > match.turn.count)
-        if newest is not None and longer and not newest.images:
-            await self._release(match)
-            return Match(newest)
-        return match
+            longer = newest is not None and (match.turn is None or newest.count > match.turn.count)
+            if newest is not None and longer and not newest.images:
+                return Match(newest)
+        return await self.matcher.claim(match, claims)
 
     async def longest_prefix(
         self, prompt: bytes, rollout: str, images: Sequence[PromptImage] | None = None
@@ -143,18 +131,8 @@ class Placer:
         try:
             return await self.matcher.longest_prefix(prompt, rollout, images)
         except StoreError as error:
-            self.report("a turn is recorded without the one before it", error)
+            error.report(self.metrics, "a turn is recorded without the one before it")
             return None
-
-    async def pin(self, rollouts: Iterable[str]) -> None:
-        """Keep rollouts from eviction for a while; see `Pins.pin`."""
-        for rollout in rollouts:
-            try:
-                await self.pins.pin(rollout)
-            except StoreError as error:
-                # the ids are exact without the pin; an eviction would leave the new turn without its parent
-                self.report("a rollout in use is not kept from eviction", error)
-                return
 
     def place(
         self,
@@ -181,7 +159,7 @@ class Placer:
             candidates=match.candidates,
             holder=match.turn.replica if match.turn is not None else "",
             held_since=request_time(match.turn.id) if match.turn is not None else 0.0,
-            claimed=_claimed(match),
+            claimed=match.turn.id if match.turn is not None and match.claimed else None,
             logprobs_mode=model.logprobs_mode,
             temperature=request.temperature,
             choices=request.choices,
@@ -195,40 +173,6 @@ class Placer:
         """The placement of a turn that is not recorded."""
         scope = Scope(request.tenant, None, request.model or model.name, request.rendering, ())
         return self.place(request, model, scope, None, Match())
-
-    @asynccontextmanager
-    async def released_on_error(self, placement: Placement) -> AsyncIterator[None]:
-        """Release the turn that a placement claimed if the block fails or is cancelled."""
-        try:
-            yield
-        except BaseException:  # cancellation too: no other request could use a turn that stays claimed
-            await self.release(placement)
-            raise
-
-    async def release(self, placement: Placement) -> None:
-        """Let others continue the turn that was claimed for a request."""
-        await self._release_turn(placement.claimed)
-
-    async def _release(self, match: Match) -> None:
-        await self._release_turn(_claimed(match))
-
-    async def _release_turn(self, turn: str | None) -> None:
-        if turn is None:
-            return
-        try:
-            await self.store.release(turn)
-        except StoreError as error:
-            self.report("a turn that was claimed for a failed request stays claimed", error)
-
-    def report(self, consequence: str, error: StoreError) -> None:
-        """Log and count that the store does not respond."""
-        self.metrics.store_errors.inc()
-        log.log(error.level, "%s: %s", consequence, error)
-
-
-def _claimed(match: Match) -> str | None:
-    """The turn that was claimed for the request of a match."""
-    return match.turn.id if match.turn is not None and match.claimed else None
 
 
 def _rollouts_of(request: ChatRequest) -> tuple[str | None, str | None]:

@@ -11,6 +11,7 @@ import threading
 from dataclasses import dataclass, replace
 
 from proxy.history.cached_turn import CachedTurn
+from proxy.history.claims import Claims
 from proxy.history.context import check_fits, check_ids_fit, most_prompt_ids, too_long
 from proxy.history.continuation import continue_turn
 from proxy.history.conversation import Conversation
@@ -45,7 +46,7 @@ class Planner:
     renders_overflow: bool = False
     """Whether a conversation whose ids exceed the context is rendered anew; if not, it is an error."""
 
-    async def plan(self, request: ChatRequest, model: ServedModel) -> PromptPlan:
+    async def plan(self, request: ChatRequest, model: ServedModel, claims: Claims) -> PromptPlan:
         """Plan the prompt of a request.
 
         On the chat route, if exact ids cannot be used, the engine renders the prompt, and the plan holds the
@@ -57,30 +58,16 @@ class Planner:
             Unsupported: messages cannot be appended exactly.
         """
         if request.prompts:
-            return await plan_prompts(self.placer, request, model)
+            return await plan_prompts(self.placer, request, model, claims)
         if request.given is not None:
-            return await self._plan_given(request, request.given, model)
+            return await self._plan_given(request, request.given, model, claims)
         try:
             conversation = await self.placer.parse(request, request.messages)
             scope = self.placer.scope(request, model)
         except UNREADABLE:
             return Rendered(placement=self.placer.nowhere(request, model), reason=Reason.UNREADABLE)
-        match = await self.placer.match(request, conversation, scope)
+        match = await self.placer.match(request, conversation, scope, claims)
         placement = self.placer.place(request, model, scope, conversation, match)
-        try:
-            return await self._plan_chat(request, conversation, match, placement, model)
-        except BaseException:  # cancellation too: no other request could use a turn that stays claimed
-            await self.placer.release(placement)
-            raise
-
-    async def _plan_chat(
-        self,
-        request: ChatRequest,
-        conversation: Conversation,
-        match: Match,
-        placement: Placement,
-        model: ServedModel,
-    ) -> PromptPlan:
         if request.token_route:
             return await self._rendered(request, placement, conversation, Reason.NO_IDS, model)
         if request.special == Reason.IDS_GIVEN:
@@ -128,14 +115,14 @@ class Planner:
         return await self.placer.images.load(refs, model, "messages", request.tenant)
 
     async def plan_prefix(
-        self, request: ChatRequest, prompt: bytes, prefix: int, model: ServedModel
+        self, request: ChatRequest, prompt: bytes, prefix: int, model: ServedModel, claims: Claims
     ) -> PromptPlan:
         """Plan a prompt with `prefix` ids that the client requires, followed by the template's rendering.
 
         Args:
             prompt: the whole prompt as a compact JSON array.
         """
-        placement = await place_given(self.placer, request, prompt, model)
+        placement = await place_given(self.placer, request, prompt, model, claims)
         return Given(
             placement=placement,
             reason=Reason.PREFIX_GIVEN,
@@ -144,17 +131,14 @@ class Planner:
             appended=ids.check(prompt) - prefix,
         )
 
-    async def release(self, plan: PromptPlan) -> None:
-        """Let others continue the turns that a plan claimed: no turn of the plan was recorded."""
-        for prompt in plan.prompts:
-            await self.placer.release(prompt.placement)
-
-    async def _plan_given(self, request: ChatRequest, given: GivenIds, model: ServedModel) -> PromptPlan:
+    async def _plan_given(
+        self, request: ChatRequest, given: GivenIds, model: ServedModel, claims: Claims
+    ) -> PromptPlan:
         given, images = await place_images(self.placer, request, given, model)
         if request.append is None:
             check_ids_fit(request, given, model)
             prompt = ids.compact(given.raw)
-            placement = await place_given(self.placer, request, prompt, model, images)
+            placement = await place_given(self.placer, request, prompt, model, claims, images)
             return Given(
                 placement=placement,
                 reason=Reason.IDS_GIVEN,
@@ -165,7 +149,7 @@ class Planner:
             )
         whole = await append_messages(self.placer, request, given, model)
         images = (*images, *whole.images)
-        placement = await place_given(self.placer, request, whole.prompt, model, images)
+        placement = await place_given(self.placer, request, whole.prompt, model, claims, images)
         return Extended(
             placement=placement,
             prompt=whole.prompt,

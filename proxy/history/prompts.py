@@ -6,6 +6,7 @@ belongs to that rollout. Otherwise it starts a new one, or a new tree in the ses
 
 from dataclasses import dataclass, replace
 
+from proxy.history.claims import Claims
 from proxy.history.context import check_ids_fit, is_truncated
 from proxy.history.conversation import Conversation
 from proxy.history.matcher import Match
@@ -23,7 +24,9 @@ _PROMPT_S = 0.02
 """Seconds that a request waits longer for the store for each prompt after the first."""
 
 
-async def plan_prompts(placer: Placer, request: ChatRequest, model: ServedModel) -> PromptPlan:
+async def plan_prompts(
+    placer: Placer, request: ChatRequest, model: ServedModel, claims: Claims
+) -> PromptPlan:
     """The plan of the first prompt of a request, which holds those of the others.
 
     Raises:
@@ -33,18 +36,14 @@ async def plan_prompts(placer: Placer, request: ChatRequest, model: ServedModel)
         if given is not None:
             check_ids_fit(request, given, model)
     plans: list[PromptPlan] = []
-    request_id, record = new_id(), _Record(placer)
+    request_id, record = new_id(), _Record(placer, claims)
     add_store_time(_PROMPT_S * (len(request.prompts) - 1))
-    try:
-        for given in request.prompts:
-            plan = await _plan_prompt(record, request, given, model)
-            plans.append(replace(plan, placement=replace(plan.placement, turn_id=request_id)))
-        if request.record:
-            await placer.pin(_existing_rollouts(request, plans))
-    except BaseException:  # cancellation too: no other request could use a turn that stays claimed
-        for plan in plans:
-            await placer.release(plan.placement)
-        raise
+    for given in request.prompts:
+        plan = await _plan_prompt(record, request, given, model)
+        plans.append(replace(plan, placement=replace(plan.placement, turn_id=request_id)))
+    for rollout in _existing_rollouts(request, plans) if request.record else ():
+        if not await claims.pin(rollout):
+            break
     return replace(plans[0], others=tuple(plans[1:]))
 
 
@@ -53,6 +52,7 @@ class _Record:
     """The recorded turns, as one request searches them."""
 
     placer: Placer
+    claims: Claims
     responds: bool = True
     """False after the store did not respond: the other prompts of the request do not wait for it."""
 
@@ -61,10 +61,10 @@ class _Record:
         if not prompt or not self.responds:
             return Match()
         try:
-            return await self.placer.match_ids(request, prompt, scope)
+            return await self.placer.match_ids(request, prompt, scope, self.claims)
         except StoreError as error:
             self.responds = False
-            self.placer.report("turns are recorded without the ones before them", error)
+            error.report(self.placer.metrics, "turns are recorded without the ones before them")
             return Match()
 
 

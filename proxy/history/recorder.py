@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from weakref import WeakSet
 
 from proxy.history.cache import TurnCache
+from proxy.history.claims import Claims
 from proxy.history.completion import Batch, Completion
 from proxy.history.encoders import WORTH_A_THREAD_BYTES
 from proxy.history.new_turns import NewTurn, new_turns
-from proxy.history.plan import Placement, PromptPlan, prompt_of
+from proxy.history.plan import PromptPlan, prompt_of
 from proxy.history.store import Store, StoreError
 from proxy.history.tasks import Tasks
 from proxy.history.turn import Turn
@@ -39,13 +40,17 @@ class Recorder:
         self.tasks = tasks
         self._recordings: WeakSet[Recording] = WeakSet()
 
-    def start(self, plan: PromptPlan, before_recording: BeforeRecording | None = None) -> "Recording":
+    def start(
+        self, plan: PromptPlan, claims: Claims, before_recording: BeforeRecording | None = None
+    ) -> "Recording":
         """The recording of one request's turns.
 
         Args:
+            claims: those of the request: they hold the rollouts of the plan, and the claim of a prompt is
+                kept when a turn of it was recorded.
             before_recording: adds evidence to a completion that does not come from its engine's answer.
         """
-        recording = Recording(self, plan, before_recording)
+        recording = Recording(self, plan, claims, before_recording)
         self._recordings.add(recording)
         return recording
 
@@ -75,20 +80,22 @@ class Recording:
     """Records the turns of one request, as its choices end."""
 
     def __init__(
-        self, recorder: Recorder, plan: PromptPlan, before_recording: BeforeRecording | None
+        self,
+        recorder: Recorder,
+        plan: PromptPlan,
+        claims: Claims,
+        before_recording: BeforeRecording | None,
     ) -> None:
+        self._claims = claims
         self._before_recording = before_recording
         self.plan = plan
         self.replica = ""
         """Name of the replica that serves the turns; set before the first one is added."""
         self._recorder = recorder
         self._prompts = [_PromptRecord(prompt) for prompt in plan.prompts]
+        for prompt in self._prompts:
+            claims.hold(prompt.rollout)
         self._lock = asyncio.Lock()
-
-    @property
-    def unrecorded(self) -> list[Placement]:
-        """The placements of the prompts of which no turn was recorded."""
-        return [prompt.plan.placement for prompt in self._prompts if prompt.holder is None]
 
     async def announce(self) -> None:
         """Create new rollouts before their first turns are complete, because the client now gets the name."""
@@ -99,9 +106,8 @@ class Recording:
             try:
                 await self._recorder.store.save_session(placement.session)
             except StoreError as error:
-                self._recorder.metrics.store_errors.inc()
-                message = "rollout %s was not created before its first turn: %s"
-                log.log(error.level, message, placement.session.id, error)
+                consequence = f"rollout {placement.session.id} was not created before its first turn"
+                error.report(self._recorder.metrics, consequence)
 
     def drop(self, rollout: str) -> None:
         """Record no more turns of a rollout, because it was deleted."""
@@ -181,6 +187,8 @@ class Recording:
             if of_prompt:
                 _count_ids(prompt.plan, of_prompt, recorder.metrics, first=prompt.holder is None)
                 prompt.holder = prompt.holder or of_prompt[0].turn
+                if prompt.plan.placement.claimed is not None:
+                    self._claims.keep(prompt.plan.placement.claimed)
         _tell_trace(turns)
         if evicted.rollouts:
             recorder.metrics.count_evicted(evicted.rollouts, evicted.undelivered)

@@ -14,7 +14,6 @@ only where a retry can come: for requests with an `Idempotency-Key`, or with a s
 
 import asyncio
 import hashlib
-import logging
 import zlib
 from dataclasses import dataclass, field
 from enum import Enum
@@ -28,8 +27,6 @@ from proxy.history.turn import new_id
 from proxy.metrics import Metrics
 from proxy.turn.request import ChatRequest
 from proxy.types import Headers
-
-log = logging.getLogger("tokenproxy")
 
 KEPT_BYTES = 4 * 2**20
 """Longer responses are not kept; their retries run."""
@@ -192,7 +189,7 @@ class Retries:
         try:
             attempt.earlier = await self._earlier(attempt) if attempt.again else None
         except StoreError as error:
-            self._report("a retry cannot be told from a new request", error)
+            error.report(self.metrics, "a retry cannot be told from a new request")
         except BaseException:  # cancellation too: repeats of the request wait for the end of this attempt
             self.finished(attempt)
             raise
@@ -223,11 +220,7 @@ class Retries:
         try:
             await self.store.keep_response(response)
         except StoreError as error:
-            self._report(failure, error)
-
-    def _report(self, consequence: str, error: StoreError) -> None:
-        self.metrics.store_errors.inc()
-        log.log(error.level, "%s: %s", consequence, error)
+            error.report(self.metrics, failure)
 
 
 def _digest(kind: bytes, *parts: bytes) -> bytes:

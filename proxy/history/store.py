@@ -22,6 +22,9 @@ from proxy.history.turn import Turn
 if TYPE_CHECKING:
     from proxy.history.documents import DocumentStore
     from proxy.history.feed import FeedStore
+    from proxy.metrics import Metrics
+
+log = logging.getLogger("tokenproxy")
 
 FOUND_AT_MOST = 16
 """Groups that `find` returns for one key, and turns that it returns for one group."""
@@ -38,6 +41,11 @@ class StoreError(Exception):
 
     level: ClassVar[int] = logging.ERROR
     """At which a caller logs it."""
+
+    def report(self, metrics: "Metrics", consequence: str) -> None:
+        """Count and log that a caller goes on without the store."""
+        metrics.store_errors.inc()
+        log.log(self.level, "%s: %s", consequence, self)
 
 
 class StoreStalled(StoreError):

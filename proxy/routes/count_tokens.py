@@ -55,11 +55,10 @@ class CountTokens(Route):
 async def _recorded(chat: ChatRequest, services: Services) -> int | None:
     """The number of ids if the prompt extends recorded ids; None if it does not, or does not fit."""
     try:
-        turn = await plan_turn(chat, services)
+        async with services.history.claims() as claims:
+            plan = (await plan_turn(chat, services, claims)).plan
     except BadRequest:
         return None  # the engine counts what is too long, and explains what is wrong
-    await services.history.planner.release(turn.plan)
-    plan = turn.plan
     return plan.reused + len(plan.appended) if isinstance(plan, Extended) else None
 
 

@@ -74,7 +74,7 @@ class _Stored:
         try:
             await self._history.store.documents.keep(session_id(self._tenant, name), content)
         except StoreError as error:
-            self._history.placer.report("a response is not stored", error)
+            error.report(self._history.metrics, "a response is not stored")
             return False
         return True
 

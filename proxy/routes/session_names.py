@@ -124,7 +124,7 @@ async def session_fields(request: Request, services: Services) -> SessionFields 
     try:
         session = await history.store.session(session_id(request.tenant, name))
     except StoreError as error:
-        history.placer.report("a session's defaults and overrides do not apply", error)
+        error.report(history.metrics, "a session's defaults and overrides do not apply")
         session = None
     if session is None:
         return SessionFields(SessionRef(name))

@@ -1,4 +1,4 @@
-"""Sessions and turns as JSON: what `/v1/sessions/{session}` and the viewer's page show, and what rLLM's trainers read."""
+"""Sessions and turns as JSON: what `/v1/sessions/{session}` and the viewer show, and what rLLM reads."""
 
 from collections.abc import Sequence
 from typing import Any

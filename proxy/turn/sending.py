@@ -18,6 +18,7 @@ from proxy.fleet.model import FleetImages, FleetModel
 from proxy.fleet.replica import Replica
 from proxy.fleet.routing import BYTES_PER_ID, Routing, body_digest
 from proxy.fleet.weight_tags import WeightTag
+from proxy.history.claims import Claims
 from proxy.history.completion import Batch, Completion
 from proxy.history.images import single_placeholders
 from proxy.history.plan import Extended, Given, PromptPlan, Rendered, ServedModel, images_of, prompt_of
@@ -139,7 +140,7 @@ def batch_of(request: ChatRequest, plan: PromptPlan) -> Batch | None:
     return Batch(tuple(map(prompt_of, plan.prompts)), request.choices)
 
 
-async def plan_turn(request: ChatRequest, services: Services) -> PlannedTurn:
+async def plan_turn(request: ChatRequest, services: Services, claims: Claims) -> PlannedTurn:
     """Plan a turn for the model that the fleet serves.
 
     Raises:
@@ -151,7 +152,7 @@ async def plan_turn(request: ChatRequest, services: Services) -> PlannedTurn:
     if request.needs_token_in:
         model.capabilities.require_token_in()
     with span("plan", {}) as planning:
-        plan = await _plan(request, model, services)
+        plan = await _plan(request, model, services, claims)
         describe_plan(planning, plan)
     describe_request(request, plan)
     return PlannedTurn(request, services, plan, model)
@@ -182,14 +183,14 @@ def _images_fit(request: ChatRequest) -> bool:
     )
 
 
-async def _plan(request: ChatRequest, model: FleetModel, services: Services) -> PromptPlan:
+async def _plan(request: ChatRequest, model: FleetModel, services: Services, claims: Claims) -> PromptPlan:
     planner, served = services.history.planner, served_model(model, request, services)
     if request.required_prefix is None:
-        return await planner.plan(request, served)
+        return await planner.plan(request, served, claims)
     rendered = await render_with_prefix(
         request.required_prefix, request.fields, request.headers, model, services
     )
-    return await planner.plan_prefix(request, rendered.prompt, rendered.prefix, served)
+    return await planner.plan_prefix(request, rendered.prompt, rendered.prefix, served, claims)
 
 
 async def _send(request: ChatRequest, plan: PromptPlan, replica: Replica, services: Services) -> Response:

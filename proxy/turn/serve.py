@@ -62,14 +62,12 @@ async def serve_turn(request: ChatRequest, services: Services) -> Response:
         attempt = await stack.enter_async_context(history.retries.attempt(request))
         if attempt.earlier is not None:
             return _replayed(attempt.earlier)
+        claims = await stack.enter_async_context(history.claims())
 
         try:
             request = await history.echoes.resolve(request)
-            turn = await plan_turn(request, services)
-            recording = history.recorder.start(turn.plan, turn.add_weights)
-            stack.push_async_callback(_release_unless_recorded, recording, services)
-            for prompt in turn.plan.prompts:  # keep its rollouts from eviction until the request ends
-                stack.enter_context(history.pins.hold(prompt.placement.session.id))
+            turn = await plan_turn(request, services, claims)
+            recording = history.recorder.start(turn.plan, claims, turn.add_weights)
             response = opened.response = await services.fleet.send(turn.send, turn.routing())
         except PrefixRefused as refused:
             await attempt.fail(refused.response.status)
@@ -128,8 +126,3 @@ def _read_body(body: bytes, request: ChatRequest, plan: PromptPlan) -> tuple[Com
 def _replayed(earlier: EarlierResponse) -> Response:
     headers = [*earlier.headers, (b"x-request-replayed", b"true")]
     return BytesResponse(earlier.status, headers, earlier.body)
-
-
-async def _release_unless_recorded(recording: Recording, services: Services) -> None:
-    for placement in recording.unrecorded:
-        await services.history.placer.release(placement)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from proxy.history.cache import TurnCache
+from proxy.history.claims import Claims, Pins
 from proxy.history.completion import Completion, SampledChoice
 from proxy.history.matcher import Match, Matcher
 from proxy.history.new_turns import NewTurn, new_turns
@@ -14,6 +15,7 @@ from proxy.history.plan import Extended, Placement, PromptPlan, Rendered
 from proxy.history.scope import Scope, scope_parts
 from proxy.history.store import Limits, Session, session_id
 from proxy.history.turn import new_id
+from proxy.metrics import Metrics
 from proxy.stores.memory import MemoryStore
 from proxy.turn.request import ChatRequest, Rendering, RetrySigns, SessionRef
 from proxy.turn.visible import Visible
@@ -69,6 +71,7 @@ class Record:
 
     def __init__(self) -> None:
         self.store = MemoryStore(Limits())
+        self.pins = Pins(self.store, Metrics())
 
     async def add(
         self,
@@ -99,13 +102,15 @@ class Record:
         scope: Scope | None = None,
         rollout: str | None = None,
         echoed: Mapping[int, str] | None = None,
+        claims: Claims | None = None,
     ) -> Match:
-        """The turn that a request continues."""
+        """The turn that a request continues, and which it claims for ever without `claims`."""
         cache = TurnCache(2**24)
         with ThreadPoolExecutor(1) as executor:
             matcher = Matcher(self.store, cache, executor)
             conversation = cache.parse(json.dumps(messages).encode())
-            return await matcher.match(conversation, scope or scope_of(), rollout, echoed)
+            match = await matcher.match(conversation, scope or scope_of(), rollout, echoed)
+            return await matcher.claim(match, claims or Claims(self.pins))
 
 
 def session_ref(name: str, explicit: bool = True) -> SessionRef:

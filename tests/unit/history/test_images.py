@@ -36,7 +36,7 @@ async def _plan(history: History, model: ServedModel, prompt: list[int], *images
     given = GivenIds("prompt_ids", ids.dump(prompt), len(prompt))
     fields: dict[str, Any] = {"messages": b"", "given": given, "images": images or None, "token_route": True}
     request = replace(chat_request(session=session_ref("s")), **fields)
-    return await history.planner.plan(request, model)
+    return await history.planner.plan(request, model, history.claims())
 
 
 async def _record(history: History, prompt: list[int], *images: str) -> list[int]:
@@ -44,7 +44,7 @@ async def _record(history: History, prompt: list[int], *images: str) -> list[int
     plan = await _plan(history, _WITH_IMAGES, prompt, *images)
     assert isinstance(plan, Given)
     choice = SampledChoice(0, {"role": "assistant", "content": "x"}, [6], [-0.5], "stop")
-    await history.recorder.start(plan).add(Completion(plan.prompt, [choice], 1))
+    await history.recorder.start(plan, history.claims()).add(Completion(plan.prompt, [choice], 1))
     return [*json.loads(plan.prompt), 6]
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from proxy.history.cache import TurnCache
+from proxy.history.claims import Claims
 from proxy.history.matcher import Matcher
 from proxy.history.store import FOUND_AT_MOST
 from proxy.history.vocabulary import Reason
@@ -86,7 +87,12 @@ async def test_claim_of_a_request_that_leaves_is_released(monkeypatch: pytest.Mo
         return await claim(turn)
 
     monkeypatch.setattr(record.store, "claim", slow)
-    leaves = asyncio.create_task(record.match(request))
+
+    async def match() -> None:
+        async with Claims(record.pins) as claims:
+            await record.match(request, claims=claims)
+
+    leaves = asyncio.create_task(match())
     await claiming.wait()
     leaves.cancel()
     go_on.set()
