@@ -104,7 +104,7 @@ def test_no_credentials_are_stored(start: Callable[..., FakeVllm], tmp_path: Pat
         assert client.post(f"{_ADMIN}/drain", json={"url": secret}).status_code == 200
         with closing(sqlite3.connect(file)) as connection:
             rows = connection.execute(
-                "SELECT space, name, value FROM kept WHERE space LIKE 'fleets/%'"
+                "SELECT space, name, value FROM kept WHERE name LIKE 'http%'"
             ).fetchall()
     assert rows == [(f"fleets/{fleet_id([first.url, second.url], None)}", first.url, b"=drained")]
 
