@@ -1,0 +1,36 @@
+"""The words that the processes of a fleet share, in a store; a `SharedWords` of `proxy.fleet.shared`."""
+
+from proxy.fleet.shared import SharedError
+from proxy.history.store import Store, StoreError
+from proxy.history.store_time import REQUEST_S, store_time
+
+
+class StoredWords:
+    """The words of one fleet."""
+
+    def __init__(self, store: Store, fleet: str, *, shared: bool = True) -> None:
+        """Words that are not read yet.
+
+        Args:
+            fleet: its name in the store.
+            shared: whether other processes may use the store.
+        """
+        self._store = store
+        self._fleet = fleet
+        self.shared = shared
+
+    async def read(self) -> dict[str, str]:
+        """See `SharedWords.read`."""
+        try:
+            with store_time(REQUEST_S):  # it is read again soon
+                return await self._store.replica_changes(self._fleet)
+        except StoreError as error:
+            raise SharedError(str(error)) from error
+
+    async def write(self, name: str, word: str | None) -> None:
+        """See `SharedWords.write`."""
+        try:
+            with store_time(REQUEST_S):
+                await self._store.change_replica(self._fleet, name, word)
+        except StoreError as error:
+            raise SharedError(str(error)) from error
