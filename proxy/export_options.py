@@ -5,17 +5,13 @@ import os
 import sys
 from pathlib import Path
 
+from proxy.errors import UsageError
 from proxy.history.store import Limits, Store
-from proxy.settings import SettingsError, load_settings
-from proxy.stores.memory import MemoryStore
+from proxy.settings import load_settings
 from proxy.stores.sqlite import SqliteStore
 from proxy.stores.urls import make_store
 
 STDOUT = "-"
-
-
-class UsageError(Exception):
-    """The flags contradict each other; the message names them and what to do instead."""
 
 
 def chosen_store(options: argparse.Namespace) -> Store:
@@ -24,14 +20,14 @@ def chosen_store(options: argparse.Namespace) -> Store:
         settings = load_settings(options.config, store=options.store)
         limits = Limits(max_bytes=settings.store_max_bytes, max_age_s=settings.store_max_age_s)
         store = make_store(settings.store, limits)
-    except (SettingsError, ValueError) as error:
+    except ValueError as error:
         raise UsageError(str(error)) from error
-    if isinstance(store, MemoryStore):
+    if isinstance(store, SqliteStore) and store.file is None:
         raise UsageError(
             "the store memory: exists only inside the proxy: request /v1/sessions/{session}/samples or "
             "/v1/samples from it, or pass --store URL"
         )
-    if isinstance(store, SqliteStore) and not store.file.exists():
+    if isinstance(store, SqliteStore) and store.file and not store.file.exists():
         raise UsageError(f"no store at {store.file}: pass --store URL with the proxy's own setting `store`")
     return store
 

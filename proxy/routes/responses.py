@@ -4,12 +4,12 @@ from collections.abc import Iterable
 
 import msgspec
 
-from proxy.dialects.responses.dialect import COMPACT_PATH, PATH, CompactDialect, ResponsesDialect
+from proxy.dialects.responses.dialect import COMPACT_PATH, PATH, ResponsesDialect
 from proxy.dialects.responses.ids import is_response_id
 from proxy.dialects.responses.records import ResponseRecord, recall
 from proxy.dialects.responses.request import read_request
 from proxy.errors import BadRequest, NotFound
-from proxy.history.store import StoreError, session_id
+from proxy.history.store import DOCUMENTS, StoreError, session_id
 from proxy.http import Request, Response, json_response, query_value
 from proxy.routes.base import Route, StoreRoute, parsed
 from proxy.routes.scopes import KeyScope
@@ -26,13 +26,12 @@ class Responses(Route):
     path = PATH
     summary = "Response, token-exact over turns"
     _compact = False
-    _dialect: type[ResponsesDialect] = ResponsesDialect
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """A response of OpenAI's Responses, whole or as a stream of events."""
         asked = await parsed(request, services, lambda: read_request(request.body, compact=self._compact))
         stored = _Stored(request, services)
-        dialect = self._dialect(asked, await recall(asked, stored.read), stored.keep)
+        dialect = ResponsesDialect(asked, await recall(asked, stored.read), stored.keep)
         try:
             return await serve_dialect(dialect, request, services)
         except BadRequest as error:
@@ -46,7 +45,6 @@ class CompactResponses(Responses):
     path = COMPACT_PATH
     summary = "A summary in place of a conversation"
     _compact = True
-    _dialect = CompactDialect
 
 
 class _Stored:
@@ -61,13 +59,14 @@ class _Stored:
         asked = {session_id(self._tenant, name): name for name in names}
         if not asked:
             return {}
-        found = await self._history.store.documents.read(list(asked))
+        found = await self._history.store.get(DOCUMENTS, list(asked))
         return {asked[name]: content for name, content in found.items()}
 
     async def keep(self, name: str, content: bytes) -> bool:
         """Store a document; False after a failure, which is logged and counted."""
         try:
-            await self._history.store.documents.keep(session_id(self._tenant, name), content)
+            store, document = self._history.store, session_id(self._tenant, name)
+            await store.put(DOCUMENTS, document, content, keep_s=store.limits.max_age_s, before=None)
         except StoreError as error:
             error.report(self._history.metrics, "a response is not stored")
             return False
@@ -91,12 +90,12 @@ class OneResponse(StoreRoute):
         name = _name(request)
         document = session_id(request.tenant, name)
         if request.method == "DELETE":
-            if not await services.history.store.documents.delete(document):
+            if await services.history.store.take(DOCUMENTS, document) is None:
                 raise _unknown(name)
             return json_response({"id": name, "object": "response", "deleted": True})
         if query_value(request, "stream", "false") == "true":
             raise BadRequest("`stream` is not supported: a stored response is complete", param="stream")
-        found = await services.history.store.documents.read([document])
+        found = await services.history.store.get(DOCUMENTS, [document])
         if document not in found:
             raise _unknown(name)
         return json_response(msgspec.json.decode(found[document], type=ResponseRecord).response)
