@@ -159,20 +159,19 @@ class Discovery:
         """
         if history is None:
             return self._tail_after_any_turn(new, options)
-        append = Append(list(history), new, options)
-        alone = append.after(turn_context(append.turn))
+        alone = Append(turn_context(history[-1]), new, options)
         in_turn = None
         # a template may refuse the turn alone and accept the whole conversation
         with suppress(TokenizationError):
             in_turn = self._cached(alone, lambda key: self._find(key, alone)[0])
         if in_turn is not None and self.is_local(new, options):
             return in_turn
+        append = alone.after(list(history))
         return self._cached(append, lambda key: self._after_history(key, append, in_turn))
 
     def _cached(self, append: Append, find: Callable[[bytes], TurnTail]) -> TurnTail:
         """The tail that `find` returns for a key; tails and refusals are cached."""
-        parts = list(append.new), append.context, append.options.key(), self._template.now()
-        key = digest(*parts)
+        key = digest(list(append.new), append.context, append.options.key(), self._template.now())
         return self._tails.get_or_make(key, lambda: find(key), (TokenizationError,))
 
     def _after_history(self, key: bytes, append: Append, in_turn: TurnTail | None) -> TurnTail:

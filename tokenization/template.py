@@ -8,7 +8,7 @@ depends on the template's source only, and is determined once for each template.
 import inspect
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -50,7 +50,7 @@ class Append:
 
     def after(self, context: Sequence[Message]) -> "Append":
         """The same messages after another context."""
-        return replace(self, context=context)
+        return Append(context, self.new, self.options)
 
 
 class Template:
