@@ -86,7 +86,7 @@ class FleetWatch:
     def _may_probe(self, replica: Replica) -> bool:
         fleet = self._fleet
         paused = fleet.weights.hold.active  # a paused engine sends nothing
-        if paused or self.was_late or not replica.ready or replica.breaker.ejected:
+        if paused or self.was_late or not replica.ready or replica.breaker.opens_for_s():
             return False
         return fleet.has_alternative(replica)
 
