@@ -11,7 +11,7 @@ from benchmarks.client import BadResponse
 from benchmarks.measure import Effort
 from benchmarks.processes import ROOT, StartError
 from benchmarks.report import as_text, machine, machine_text, write_json
-from proxy.demo.errors import DemoError
+from proxy.demo import DemoError
 from tokenization import TokenizationError
 
 SUITES = {

@@ -10,28 +10,28 @@ from starlette.middleware.cors import CORSMiddleware
 
 from proxy import __version__
 from proxy.engine.http import HttpEngine
+from proxy.engine.monitored import MonitoredEngine
 from proxy.fleet.fleet import Fleet
-from proxy.fleet.membership import Resolve, resolve_host
+from proxy.fleet.membership import Membership, Resolve, resolve_host
 from proxy.fleet.queue import Hold
 from proxy.fleet.replica import RETRY_S, Replica
 from proxy.fleet.routing import Routing
 from proxy.fleet.tokenizers import Tokenizers
 from proxy.history.encoders import EncoderPool
 from proxy.http import Request, Response
-from proxy.metrics import Metrics
-from proxy.monitoring.engine import MonitoredEngine
-from proxy.monitoring.event_loop import measure_lag
+from proxy.metrics import Metrics, measure_lag
 from proxy.monitoring.middleware import Monitor, Observer
 from proxy.monitoring.tracing import make_tracing
-from proxy.routes.auth import ApiKeys, Keys, NoKeys, is_loopback
+from proxy.routes.auth import ApiKeys, NoKeys, is_loopback
 from proxy.routes.credentials import EngineCredentials, TenantOf, single_tenant, tenant_in_scope
-from proxy.routes.direct import DirectRoutes
 from proxy.routes.gate import Gate
 from proxy.routes.key_file import KeyFile
-from proxy.routes.mount import mount
+from proxy.routes.mount import DirectRoutes, mount
 from proxy.routes.routes import all_routes
-from proxy.services import make_membership, make_services
-from proxy.settings import Settings, lends_credentials, proof_folder
+from proxy.services import fleet_of, lends_credentials, make_services
+from proxy.settings import Settings
+from proxy.settings.groups import proof_folder
+from proxy.stores.fleet_words import StoredWords
 from proxy.turn.running import RunningRequests
 from proxy.turn.services import Services
 from proxy.types import Scope
@@ -82,12 +82,29 @@ def create_app(
             aclosing(observer),
             key_file.watched() if key_file else nullcontext(),
         ):
-            fleet = _make_fleet(settings)
-            make_replica = _replica_maker(settings, template, metrics, fleet.weights.hold, retry_s)
-            serving = _serving(settings, fleet, make_replica, metrics, requests, resolve or resolve_host)
-            async with serving as services, aclosing(credentials):
+            fleet = Fleet(  # its membership adds the replicas
+                [],
+                replica_requests=settings.replica_requests,
+                watch_interval_s=settings.watch_interval_s,
+                weight_update_timeout_s=settings.weight_update_timeout_s,
+            )
+            services = make_services(settings, fleet, EncoderPool(), metrics, requests)
+            services.membership = membership = Membership(
+                fleet,
+                _replica_maker(settings, template, metrics, fleet.weights.hold, retry_s),
+                StoredWords(services.store, fleet_of(settings)),
+                settings.upstreams,
+                settings.upstreams_file,
+                settings.watch_interval_s,
+                resolve or resolve_host,
+            )
+            async with running(services), aclosing(credentials):
+                await membership.start()
                 app.state.services = services
-                yield
+                try:
+                    yield
+                finally:
+                    await membership.stop()
 
     app = FastAPI(title="tokenproxy", version=__version__, lifespan=lifespan, redirect_slashes=False)
 
@@ -108,16 +125,6 @@ def create_app(
     # added last, so that it is the outermost: it also observes the requests that the others refuse
     app.add_middleware(Monitor, observer=observer)
     return app
-
-
-def _make_fleet(settings: Settings) -> Fleet:
-    """Create a fleet without replicas: its membership adds them."""
-    return Fleet(
-        [],
-        replica_requests=settings.replica_requests,
-        watch_interval_s=settings.watch_interval_s,
-        weight_update_timeout_s=settings.weight_update_timeout_s,
-    )
 
 
 def _replica_maker(
@@ -149,26 +156,6 @@ def _replica_maker(
     return make_replica
 
 
-@asynccontextmanager
-async def _serving(
-    settings: Settings,
-    fleet: Fleet,
-    make_replica: Callable[[str], Replica],
-    metrics: Metrics,
-    requests: RunningRequests | None,
-    resolve: Resolve,
-) -> AsyncIterator[Services]:
-    """Run the services of a fleet, and keep its replicas equal to the list of engines."""
-    made = make_services(settings, fleet, EncoderPool(), metrics, requests)
-    async with running(made) as services:
-        services.membership = membership = make_membership(settings, services, make_replica, resolve)
-        await membership.start()
-        try:
-            yield services
-        finally:
-            await membership.stop()
-
-
 def _guard(app: FastAPI, settings: Settings, key_file: KeyFile | None) -> None:
     """Add the middlewares; the one added last gets a request first."""
     if settings.asks_for_keys:
@@ -176,7 +163,11 @@ def _guard(app: FastAPI, settings: Settings, key_file: KeyFile | None) -> None:
             [key.get_secret_value() for key in group] for group in (settings.api_key, settings.admin_key)
         )
         app.add_middleware(
-            ApiKeys, keys=Keys(keys, admin_keys, key_file), metrics_need_key=settings.metrics_need_key
+            ApiKeys,
+            keys=keys,
+            admin_keys=admin_keys,
+            file=key_file,
+            metrics_need_key=settings.metrics_need_key,
         )
     else:
         app.add_middleware(NoKeys, loopback=is_loopback(settings.host), cors_origins=settings.cors_origins)

@@ -301,15 +301,15 @@ def _vllm(arguments: list[str]) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     from proxy.server import run
-    from proxy.settings import SettingsError, load_settings, refuse_open_proxy, refuse_split_memory
+    from proxy.services import check_settings
+    from proxy.settings import SettingsError, load_settings
 
     flags: dict[str, Any] = vars(options).copy()
     for name in ("command", "run", "config"):
         flags.pop(name)
     try:
         settings = load_settings(options.config, **flags)
-        refuse_open_proxy(settings)
-        refuse_split_memory(settings)
+        check_settings(settings, settings.workers)
     except SettingsError as error:
         return _fail(str(error))
     if not settings.upstreams and settings.upstreams_file is None:

@@ -3,10 +3,12 @@
 The same types serve both sides: what a client sent to the proxy, and what the proxy sends to an engine.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import parse_qs, parse_qsl
+
+import msgspec
 
 from proxy.types import Headers
 
@@ -32,6 +34,8 @@ class Request:
     that is neither repeated nor allowed to fail for that reason."""
     may_read: bool = True
     """Whether its client has the scope `read` (`routes/scopes.py`); every client has if no keys are set."""
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    """What the template of its route matched in the path, decoded."""
 
 
 def query_values(request: Request, name: str) -> list[str]:
@@ -87,6 +91,11 @@ class BytesResponse:
 
     async def aclose(self) -> None:
         """Nothing to give back."""
+
+
+def json_response(value: object, status: int = 200, headers: Headers = JSON_HEADERS) -> BytesResponse:
+    """A response whose body is a value as JSON."""
+    return BytesResponse(status, headers, msgspec.json.encode(value))
 
 
 class StreamResponse:

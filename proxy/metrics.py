@@ -9,6 +9,7 @@ of a replica's state, so the page shows 1 if any process has that view (`livemax
 serve --workers N` do the same (`proxy.workers.metrics`).
 """
 
+import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -22,6 +23,10 @@ _FAST_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 """Histogram buckets for the proxy, the store and the event loop: milliseconds."""
 _SLOW_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
 """Histogram buckets for engines: up to minutes."""
+
+
+LAG_INTERVAL_S = 0.1
+"""Seconds between two measurements of the event loop. A longer block of the loop is always measured."""
 
 
 class ReplicaState(StrEnum):
@@ -272,6 +277,15 @@ class Metrics:
 
     def _histogram(self, name: str, meaning: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         return Histogram(f"tokenproxy_{name}", meaning, labels, registry=self.registry, buckets=buckets)
+
+
+async def measure_lag(metrics: Metrics) -> None:
+    """Observe how late a task that sleeps wakes up, until it is cancelled."""
+    now = asyncio.get_running_loop().time
+    while True:
+        due = now() + LAG_INTERVAL_S
+        await asyncio.sleep(LAG_INTERVAL_S)
+        metrics.event_loop_lag.observe(max(0.0, now() - due))
 
 
 def _remove(labels: dict[str, str], *metrics: Gauge | Counter) -> None:

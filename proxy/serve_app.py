@@ -28,14 +28,8 @@ from proxy.monitoring.logs import configure_logs
 from proxy.serve_engines import ENGINES, ActorEngines, EngineArguments, read_engines, run_engines
 from proxy.serve_metrics import exported
 from proxy.server import GC_THRESHOLDS
-from proxy.settings import (
-    ENV_PREFIX,
-    Settings,
-    SettingsError,
-    load_settings,
-    refuse_open_proxy,
-    refuse_split_memory,
-)
+from proxy.services import check_settings
+from proxy.settings import ENV_PREFIX, Settings, SettingsError, load_settings
 from proxy.types import ASGIApp, Message, Receive, Scope, Send
 
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
@@ -191,9 +185,7 @@ def _load(arguments: Arguments) -> Settings:
         raise SettingsError(
             "no engine: name some with upstreams=URL, or let Ray Serve run some with engines=JSON"
         )
-    refuse_open_proxy(settings)
-    if (arguments.max_replicas or arguments.replicas) > 1:
-        refuse_split_memory(settings.model_copy(update={"workers": 2}))
+    check_settings(settings, arguments.max_replicas or arguments.replicas)
     return settings
 
 

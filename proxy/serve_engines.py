@@ -26,11 +26,9 @@ from ray.serve import Application
 from ray.util import get_node_ip_address, list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from proxy.demo.children import child_environment
-from proxy.engine.http import normalise_base_url
-from proxy.fleet.membership import ACTOR_SCHEME, MembershipError, resolve_host
-from proxy.ports import free_port
-from proxy.serve_child import GRACE_S
+from proxy.children import GRACE_S, child_environment, free_port
+from proxy.fleet.membership import resolve_host
+from proxy.urls import ACTOR_SCHEME, UpstreamsError, normalise_base_url
 
 log = logging.getLogger("tokenproxy")
 
@@ -101,7 +99,7 @@ class ActorEngines:
         An actor that does not answer counts with what it told before, and not at all if that is nothing.
 
         Raises:
-            MembershipError: Ray cannot list its actors, or a host has no address.
+            UpstreamsError: Ray cannot list its actors, or a host has no address.
         """
         prefix, _, name = url.partition("://")
         if prefix != ACTOR_SCHEME:
@@ -112,7 +110,7 @@ class ActorEngines:
         try:
             actors = await asyncio.to_thread(_actors, name)
         except (RayError, ConnectionError) as error:
-            raise MembershipError(f"Ray cannot list its actors: {error}") from error
+            raise UpstreamsError(f"Ray cannot list its actors: {error}") from error
         found = await asyncio.gather(
             *(self._address(actor, handle, method or _METHOD) for actor, handle in actors.items())
         )
@@ -289,4 +287,4 @@ def _command(arguments: EngineArguments, url: str) -> list[str]:
     command = ["proxy.cli", "vllm"] if arguments.plugin else ["vllm.entrypoints.cli.main", "serve"]
     address = ["--host", host, "--port", port]
     python = [sys.executable, "-m"]
-    return [*python, "proxy.serve_child", *python, *command, arguments.model, *address, *arguments.flags]
+    return [*python, "proxy.children", *python, *command, arguments.model, *address, *arguments.flags]

@@ -1,10 +1,9 @@
-"""Creates the services that both ways to run share: wiring only."""
+"""Creates the services that both ways to run share, and checks the settings of those in front of vLLM."""
 
 from collections.abc import Callable
 
 from proxy.fleet.fleet import Fleet
-from proxy.fleet.membership import Membership, Resolve, fleet_id
-from proxy.fleet.replica import Replica
+from proxy.fleet.membership import fleet_id
 from proxy.fleet.weight_calls import WeightCalls
 from proxy.history.audit import Auditor
 from proxy.history.encoders import EncoderPool
@@ -14,13 +13,17 @@ from proxy.history.store import Limits
 from proxy.image_fetch import ImageFetcher
 from proxy.metrics import Metrics
 from proxy.monitoring.store import timed_store
-from proxy.settings import Settings, proof_folder
+from proxy.routes.auth import is_loopback
+from proxy.routes.key_file import read_keys
+from proxy.settings import Settings, SettingsError
+from proxy.settings.groups import proof_folder
 from proxy.stores.fleet_words import StoredWords
 from proxy.stores.guarded import GuardedStore
 from proxy.stores.urls import make_store
 from proxy.turn.model_aliases import ModelAliases, parse_alias
 from proxy.turn.running import RunningRequests
 from proxy.turn.services import Services
+from proxy.urls import url_credentials
 
 
 def make_services(
@@ -38,7 +41,7 @@ def make_services(
     fetch = ImageFetcher(settings.image_hosts).fetch if settings.image_hosts else None
     images = ImageLoader(encoders, fetch=fetch)
     shared = settings.store != "memory:"
-    fleet.weights.words = StoredWords(guarded, f"{_fleet_of(settings)}/weights", shared=shared)
+    fleet.weights.words = StoredWords(guarded, f"{fleet_of(settings)}/weights", shared=shared)
     return Services(
         fleet,
         guarded,
@@ -64,25 +67,45 @@ def make_services(
     )
 
 
-def make_membership(
-    settings: Settings, services: Services, make_replica: Callable[[str], Replica], resolve: Resolve
-) -> Membership:
-    """The membership of the services' fleet. It is to be started once the store is open.
-
-    Args:
-        resolve: finds the engines that a name among the upstreams stands for.
-    """
-    return Membership(
-        services.fleet,
-        make_replica,
-        StoredWords(services.store, _fleet_of(settings)),
-        settings.upstreams,
-        settings.upstreams_file,
-        settings.watch_interval_s,
-        resolve,
-    )
-
-
-def _fleet_of(settings: Settings) -> str:
+def fleet_of(settings: Settings) -> str:
     """The name under which processes of one fleet share what changes while they run."""
     return fleet_id(settings.upstreams, settings.upstreams_file)
+
+
+def lends_credentials(settings: Settings) -> bool:
+    """Whether the proxy adds its own credentials to the requests that it sends to engines for clients."""
+    return settings.upstream_api_key is not None or any(map(url_credentials, settings.upstreams))
+
+
+def check_settings(settings: Settings, processes: int) -> None:
+    """Refuse settings with which the proxy cannot or must not serve.
+
+    Args:
+        processes: how many serve together.
+
+    Raises:
+        SettingsError: a value cannot be used; every client that reaches the proxy could use the engine's key;
+            or the turns would be kept in the memory of each process.
+    """
+    checks: dict[str, Callable[[], object]] = {
+        "store": lambda: make_store(settings.store, Limits()),
+        "model_aliases": lambda: [parse_alias(alias) for alias in settings.model_aliases],
+        "api_key_file": lambda: settings.api_key_file and read_keys(settings.api_key_file),
+    }
+    for name, check in checks.items():
+        try:
+            check()
+        except ValueError as error:
+            raise SettingsError(f"{name}: {error}") from error
+    lends = lends_credentials(settings) and not settings.asks_for_keys
+    if lends and not settings.allow_anonymous and not is_loopback(settings.host):
+        name = "`upstream_api_key`" if settings.upstream_api_key else "the user in an upstream's URL"
+        raise SettingsError(
+            f"every client that reaches host {settings.host} could use the engines with {name}: "
+            "set `api_key` (--api-key KEY), listen on 127.0.0.1, or pass --allow-anonymous"
+        )
+    if processes > 1 and settings.store == "memory:":
+        raise SettingsError(
+            f"{processes} `workers` cannot share turns that `store: memory:` keeps in each process: "
+            "set `store` to sqlite:///FILE or redis://HOST:PORT/DB, or pass --workers 1"
+        )

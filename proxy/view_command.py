@@ -6,13 +6,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-import httpx
-import msgspec
 from tqdm import tqdm
 
-from proxy.engine.http import normalise_base_url
 from proxy.errors import BadRequest
 from proxy.export_options import STDOUT, UsageError, chosen_store
 from proxy.history.store import Store, StoreError
@@ -20,17 +16,14 @@ from proxy.routes.session_names import check_name
 from proxy.samples.export import ExportRefused, chosen_rollouts, whole_file
 from proxy.viewer.exported import NotAnExport, read_export
 from proxy.viewer.page import single_file
-from proxy.viewer.recording import Leaf, PageData, Recording, add_recording
+from proxy.viewer.recording import PageData, Recording, add_recording
+from proxy.viewer.served import ViewError, page_from_server
 from tokenization import ChatTokenizer, TokenizerUnavailable
 
 _WRONG_USE = (BadRequest, ExportRefused, NotAnExport, TokenizerUnavailable, ValueError)
 _QUIET_S = 2.0
 """Seconds before the command shows its progress."""
 _NO_TOKENIZER = "pass --tokenizer MODEL to see the texts of the ids"
-
-
-class ViewError(Exception):
-    """The page could not be written; the message says why."""
 
 
 def run_view(options: argparse.Namespace) -> int:
@@ -42,7 +35,8 @@ def run_view(options: argparse.Namespace) -> int:
     _check_flags(options)
     try:
         if options.url:
-            data = page_from_server(options.url, options.api_key, options.target)
+            names = [check_name(name, "SESSION") for name in options.target]
+            data = page_from_server(options.url, options.api_key, _with_progress(names))
         else:
             data = _from_recordings(options)
         out = Path(options.output or _default_name(options.target))
@@ -112,48 +106,6 @@ async def _read_store(store: Store, names: Sequence[str]) -> list[Recording]:
         return recordings
     finally:
         await store.aclose()
-
-
-def page_from_server(url: str, api_key: str | None, names: Sequence[str]) -> PageData:
-    """The data of sessions of a running proxy; the texts of the ids are those of its tokenizer.
-
-    Raises:
-        ViewError: it does not respond, or does not have a session.
-        ValueError: `url` is not a URL.
-        BadRequest: a name is none of a session.
-    """
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    page = PageData()
-    base_url = normalise_base_url(url)
-    with httpx.Client(base_url=base_url, headers=headers, timeout=120.0, trust_env=False) as client:
-        for name in _with_progress([check_name(name, "SESSION") for name in names]):
-            tree = msgspec.json.decode(_get(client, f"/viewer/sessions/{quote(name)}"))
-            page.add(name, tree, {leaf: _leaf(client, quote(name), leaf) for leaf in _leaves(tree)})
-    return page
-
-
-def _leaf(client: httpx.Client, name: str, leaf: str) -> Leaf:
-    path = f"/viewer/sessions/{name}"
-    lanes = [msgspec.json.decode(_get(client, f"{path}/drift?turn={leaf}"))]
-    if lanes[0]["basis"] != "template":
-        lanes.append(msgspec.json.decode(_get(client, f"{path}/drift?turn={leaf}&basis=template")))
-    return _get(client, f"{path}/tokens?turn={leaf}"), lanes
-
-
-def _leaves(tree: dict[str, Any]) -> Iterator[str]:
-    continued = {turn["parent"] for turn in tree["turns"]}
-    return (turn["id"] for turn in tree["turns"] if turn["id"] not in continued)
-
-
-def _get(client: httpx.Client, path: str) -> bytes:
-    """The body of a route of the viewer. Raises ViewError."""
-    try:
-        response = client.get(path)
-    except httpx.HTTPError as error:
-        raise ViewError(f"no proxy responds at {client.base_url}: {error}") from error
-    if response.status_code != 200:
-        raise ViewError(f"{client.base_url} answered {response.status_code} to {path}: {response.text[:300]}")
-    return response.content
 
 
 def _with_progress(items: Sequence[Any]) -> Iterator[Any]:

@@ -1,6 +1,10 @@
-"""Start vLLM's own server in this process, with or without the plugin."""
+"""Start vLLM's own server in this process, with or without the plugin.
+
+`python -m proxy.vllm_launcher MODEL [flags of vllm serve]` starts it without.
+"""
 
 import os
+import sys
 from collections.abc import Iterable
 from importlib.metadata import entry_points
 
@@ -74,3 +78,7 @@ def serve(argv: list[str], *, plugin: bool) -> None:
     configure_logging_from_args(arguments)
     command.validate(arguments)
     command.cmd(arguments)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1:], plugin=False)

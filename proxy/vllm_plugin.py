@@ -20,20 +20,21 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from proxy.app import running
 from proxy.engine.inprocess import InProcessEngine, inner_app
+from proxy.engine.monitored import MonitoredEngine
 from proxy.errors import EngineUnavailable
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.replica import Replica
 from proxy.fleet.tokenizers import Tokenizers
 from proxy.history.encoders import EncoderPool
 from proxy.metrics import Metrics
-from proxy.monitoring.engine import MonitoredEngine
 from proxy.monitoring.logs import RelayHandler
 from proxy.monitoring.middleware import Observer
 from proxy.monitoring.tracing import make_tracing
 from proxy.routes.credentials import EngineCredentials
 from proxy.routes.mount import mount
 from proxy.services import make_services
-from proxy.settings import load_settings, proof_folder
+from proxy.settings import load_settings
+from proxy.settings.groups import proof_folder
 from proxy.turn.request import EngineRoute
 from proxy.turn.running import RunningRequests
 from proxy.turn.services import Services

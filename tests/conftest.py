@@ -30,7 +30,12 @@ from tests.support.utils import Pair, run_proxy
 pytest_plugins = ["tests.support.hangs"]
 
 # a first example may wait for imports and caches; other work may slow the rest
-hypothesis.settings.register_profile("tokenproxy", deadline=None, max_examples=60)
+hypothesis.settings.register_profile(
+    "tokenproxy",
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("tokenproxy")
 
 

@@ -25,7 +25,7 @@ from proxy.client import (
     UnknownResource,
     UnreadableResponse,
 )
-from proxy.engine.http import normalise_base_url
+from proxy.urls import normalise_base_url
 
 T = TypeVar("T")
 

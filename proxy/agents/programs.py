@@ -179,7 +179,7 @@ def _codex_config(target: Target) -> str:
 
 def _codex_home(config: str) -> Path:
     """The folder that holds these settings. Its name is made from them: runs with others never share it."""
-    from proxy.settings import state_folder
+    from proxy.settings.groups import state_folder
 
     digest = blake2b(config.encode(), digest_size=6).hexdigest()
     home = state_folder() / "codex" / digest

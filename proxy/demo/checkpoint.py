@@ -17,9 +17,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from proxy.demo.children import child_environment
-from proxy.demo.errors import CheckpointError, MissingPackageError
-from proxy.demo.progress import Heartbeat, Progress, print_progress
+from proxy.children import child_environment
+from proxy.demo import CheckpointError, MissingPackageError
+from proxy.demo.progress import Progress, heartbeat, print_progress
 
 RECIPE = 1
 """Version of the conversion. Increase it when `proxy.demo.convert` changes what it writes."""
@@ -66,7 +66,7 @@ def ensure_checkpoint(cache_dir: Path | None = None, progress: Progress = print_
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        with Heartbeat(progress, f"writing the model's checkpoint to {folder}"):
+        with heartbeat(progress, f"writing the model's checkpoint to {folder}"):
             _convert(gguf_file, scratch)
         _publish(scratch, folder)
     finally:

@@ -10,14 +10,14 @@ The client is an unmodified OpenAI SDK. Nothing here tokenizes or detokenizes.
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 from uuid import uuid4
 
 from openai import NotFoundError, OpenAI, OpenAIError
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 
-from proxy.demo.errors import ConversationError
-from proxy.demo.progress import Heartbeat, Progress, print_progress
+from proxy.demo import ConversationError
+from proxy.demo.progress import Progress, heartbeat, print_progress
 from proxy.demo.tools import TOOLS, call_tool
 
 TEMPERATURE = 1.2
@@ -105,22 +105,6 @@ class Conversation:
         return sum(turn.exact is True for turn in self.turns)
 
 
-class Route(Protocol):
-    """One way to request the next turn."""
-
-    name: str
-    session: str | None
-    """The session in which the server records the conversation; None before the first turn."""
-
-    def next_turn(self, new_messages: Messages, **options: Any) -> ChatCompletion:
-        """Append `new_messages` to the conversation; returns the model's turn with its ids.
-
-        Raises:
-            OpenAIError: the server refused the request, or cannot be reached.
-        """
-        ...
-
-
 class TokenRoute:
     """A client that keeps ids: it sends all ids back, and only the new messages."""
 
@@ -129,10 +113,15 @@ class TokenRoute:
     def __init__(self, client: OpenAI) -> None:
         self._client = client
         self._ids: list[int] | None = None
-        self.session: str | None = f"demo-tokens-{uuid4()}"
+        self.session = f"demo-tokens-{uuid4()}"
+        """The session in which the server records the conversation."""
 
     def next_turn(self, new_messages: Messages, **options: Any) -> ChatCompletion:
-        """See `Route.next_turn`."""
+        """Append `new_messages` to the conversation; returns the model's turn with its ids.
+
+        Raises:
+            OpenAIError: the server refused the request, or cannot be reached.
+        """
         if self._ids is None:
             body = options | {"messages": new_messages}
         else:
@@ -141,7 +130,7 @@ class TokenRoute:
             "/chat/completions/tokens",
             body=body,
             cast_to=ChatCompletion,
-            options={"headers": {"X-Session-ID": self.session or ""}},
+            options={"headers": {"X-Session-ID": self.session}},
         )
         prompt_ids, completion_ids = ids_of(completion)
         self._ids = prompt_ids + completion_ids
@@ -157,9 +146,10 @@ class ChatRoute:
         self._client = client
         self._messages: Messages = []
         self.session: str | None = None
+        """As that of `TokenRoute`; None before the first turn."""
 
     def next_turn(self, new_messages: Messages, **options: Any) -> ChatCompletion:
-        """See `Route.next_turn`."""
+        """See `TokenRoute.next_turn`."""
         self._messages += new_messages
         response = self._client.chat.completions.with_raw_response.create(
             messages=self._messages, extra_body={"return_token_ids": True} | self.extra_fields(), **options
@@ -189,7 +179,7 @@ class StockRoute(ChatRoute):
         self._session = f"demo-stock-{uuid4()}"
 
     def next_turn(self, new_messages: Messages, **options: Any) -> ChatCompletion:
-        """See `Route.next_turn`."""
+        """See `TokenRoute.next_turn`."""
         return super().next_turn(new_messages, extra_headers={"X-Session-ID": self._session}, **options)
 
     def extra_fields(self) -> dict[str, Any]:
@@ -198,7 +188,10 @@ class StockRoute(ChatRoute):
 
 
 def converse(
-    route: Route, model: str, script: Sequence[Step] = SCRIPT, progress: Progress = print_progress
+    route: TokenRoute | ChatRoute,
+    model: str,
+    script: Sequence[Step] = SCRIPT,
+    progress: Progress = print_progress,
 ) -> Conversation:
     """Hold the scripted conversation over `route`, and report every 2 s which turn is being generated.
 
@@ -211,7 +204,7 @@ def converse(
     for number, step in enumerate(script, start=1):
         new_messages = list(_new_messages(step, completion))
         started = time.monotonic()
-        with Heartbeat(progress, f"{route.name}, turn {number} of {len(script)}"):
+        with heartbeat(progress, f"{route.name}, turn {number} of {len(script)}"):
             try:
                 completion = route.next_turn(new_messages, **_options(model, step, number))
             except NotFoundError as error:

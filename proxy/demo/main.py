@@ -7,16 +7,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from urllib.parse import quote
 
 from openai import OpenAI, OpenAIError
 
+from proxy.demo import ConversationError, DemoError, EngineStartError
 from proxy.demo.checkpoint import default_cache_dir, ensure_checkpoint
 from proxy.demo.conversation import ChatRoute, StockRoute, TokenRoute, converse
-from proxy.demo.errors import ConversationError, DemoError, EngineStartError
 from proxy.demo.progress import Progress, print_progress
-from proxy.demo.rollouts import ViewError, compare_address, viewer_address, write_page
 from proxy.demo.stack import MODEL_NAME, EngineProcess
 from proxy.demo.table import render, summary
+from proxy.viewer.page import single_file
+from proxy.viewer.served import ViewError, page_from_server
 
 _EXACT, _BROKEN, _NOT_RUN = 0, 1, 2
 
@@ -116,11 +118,25 @@ def _show_rollouts(
     if not sessions:
         return
     try:
-        page = viewer_address(url) if keeps_running else write_page(url, key, sessions, default_cache_dir())
+        page = f"{url}/viewer" if keeps_running else _write_page(url, key, sessions)
     except (ViewError, OSError) as error:
         progress(f"the rollouts cannot be shown: {error}")
         return
-    print(f"\ntoken by token, side by side: {compare_address(page, sessions)}")
+    compared = "/".join(f"{quote(session)}/-" for session in sessions)
+    print(f"\ntoken by token, side by side: {page}#/compare/{compared}")
+
+
+def _write_page(url: str, key: str, sessions: Sequence[str]) -> str:
+    """Write a page with sessions of a running server; returns the address of the file.
+
+    Raises:
+        ViewError: the server does not show them.
+        OSError: the file cannot be written.
+    """
+    file = default_cache_dir() / "demo-rollouts.html"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(single_file(page_from_server(url, key, sessions)))
+    return file.resolve().as_uri()
 
 
 def _served_model(client: OpenAI, url: str) -> str:
@@ -138,7 +154,7 @@ def _served_model(client: OpenAI, url: str) -> str:
 def _serve(engine: EngineProcess, progress: Progress) -> int:
     print(f"serving {MODEL_NAME} at {engine.url}/v1 until Ctrl-C; from Python:\n")
     print(_HOW_TO.format(url=engine.url, model=MODEL_NAME))
-    print(f"the recorded rollouts: {viewer_address(engine.url)}", flush=True)
+    print(f"the recorded rollouts: {engine.url}/viewer", flush=True)
     try:
         while True:
             engine.check_alive()

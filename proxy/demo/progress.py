@@ -3,9 +3,8 @@
 import sys
 import threading
 import time
-from collections.abc import Callable
-from types import TracebackType
-from typing import Self
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 Progress = Callable[[str], None]
 
@@ -22,39 +21,25 @@ def shorten(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-class Heartbeat:
-    """Reports `label (N s) detail` every `interval_s` seconds while the `with` block runs.
+@contextmanager
+def heartbeat(
+    progress: Progress, label: str, detail: Callable[[], str] = str, interval_s: float = INTERVAL_S
+) -> Iterator[None]:
+    """Report `label (N s) detail` every `interval_s` seconds while the `with` block runs.
 
     A block that ends within the first interval reports nothing. `detail` is called in the heartbeat's thread.
     """
+    done = threading.Event()
 
-    def __init__(
-        self,
-        progress: Progress,
-        label: str,
-        detail: Callable[[], str] | None = None,
-        interval_s: float = INTERVAL_S,
-    ) -> None:
-        self._progress = progress
-        self._label = label
-        self._detail = detail
-        self._interval_s = interval_s
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _beat(self) -> None:
+    def beat() -> None:
         started = time.monotonic()
-        while not self._done.wait(self._interval_s):
-            detail = self._detail() if self._detail else ""
-            line = f"{self._label} ({time.monotonic() - started:.0f} s) {detail}"
-            self._progress(line.rstrip())
+        while not done.wait(interval_s):
+            progress(f"{label} ({time.monotonic() - started:.0f} s) {detail()}".rstrip())
+
+    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

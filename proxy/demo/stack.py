@@ -13,10 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from proxy.demo.children import child_environment, end_group
-from proxy.demo.errors import EngineStartError
-from proxy.demo.progress import Heartbeat, Progress, print_progress, shorten
-from proxy.ports import free_port
+from proxy.children import child_environment, end_group, free_port
+from proxy.demo import EngineStartError
+from proxy.demo.progress import Progress, heartbeat, print_progress, shorten
 
 MODEL_NAME = "smollm2"
 
@@ -154,7 +153,7 @@ class EngineProcess:
             EngineStartError: the server ended, or is not ready after `timeout_s` seconds; has the log's end.
         """
         deadline = time.monotonic() + timeout_s
-        with Heartbeat(progress, "starting vLLM", self.last_log_line):
+        with heartbeat(progress, "starting vLLM", self.last_log_line):
             while not self._is_healthy():
                 self.check_alive()
                 if time.monotonic() >= deadline:
@@ -182,7 +181,7 @@ class EngineProcess:
         if self._process is None:
             return
         process, self._process = self._process, None
-        with Heartbeat(progress, "stopping vLLM"):
+        with heartbeat(progress, "stopping vLLM"):
             surviving = end_group(process.pid, grace_s)
         process.poll()
         if self._log_file is not None and not self._keeps_log:
@@ -211,7 +210,7 @@ class EngineProcess:
         return "127.0.0.1" if self._host in ("", "0.0.0.0") else self._host
 
     def _command(self) -> list[str]:
-        module = ["proxy.cli", "vllm"] if self._plugin else ["proxy.demo.stock_vllm"]
+        module = ["proxy.cli", "vllm"] if self._plugin else ["proxy.vllm_launcher"]
         return [
             *(sys.executable, "-m", *module, str(self._model)),
             *("--host", self._host, "--port", str(self._port)),

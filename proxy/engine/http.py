@@ -8,7 +8,6 @@ callback verifies that the engine still serves the same model: see `HttpEngine.v
 """
 
 import time
-from base64 import b64encode
 from collections.abc import AsyncIterator, Callable
 
 from yarl import URL
@@ -19,6 +18,7 @@ from proxy.engine.read_limit import ReadLimit
 from proxy.errors import BadRequest, EngineBroken, EngineTimeout, EngineUnavailable
 from proxy.http import Request, Response, is_event_stream
 from proxy.types import Headers
+from proxy.urls import normalise_base_url, url_credentials, without_credentials
 
 _STREAM_PIECE_BYTES = 64 * 1024
 _BODY_PIECE_BYTES = 2**30
@@ -221,36 +221,3 @@ class HttpResponse:
         connection, self._connection = self._connection, None
         if connection is not None:
             self._pool.give_back(connection)
-
-
-def normalise_base_url(url: str) -> str:
-    """The server's root URL: `http://host:8000`, `http://host:8000/` and `/v1/` all give `http://host:8000`.
-
-    Raises:
-        ValueError: `url` is not an http or https URL.
-    """
-    try:
-        parsed = URL(url)
-        usable = parsed.scheme in ("http", "https") and bool(parsed.host)
-    except ValueError:
-        usable = False
-    if not usable:
-        # the part before an @ may hold a password
-        shown = url.rpartition("@")[2]
-        raise ValueError(f"{shown!r} is not an http(s) URL: use one like http://127.0.0.1:8000")
-    root = str(parsed.with_query(None).with_fragment(None)).rstrip("/")
-    return root.removesuffix("/v1").rstrip("/")
-
-
-def url_credentials(url: str) -> str | None:
-    """The Authorization header for the user and password in a URL; None if it has none."""
-    parsed = URL(url)
-    if parsed.user is None and parsed.password is None:
-        return None
-    pair = f"{parsed.user or ''}:{parsed.password or ''}"
-    return f"Basic {b64encode(pair.encode()).decode()}"
-
-
-def without_credentials(url: str) -> str:
-    """A URL without user and password, for logs and errors."""
-    return str(URL(url).with_user(None))

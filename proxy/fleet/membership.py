@@ -9,7 +9,6 @@ conversations move when they continue.
 import asyncio
 import hashlib
 import logging
-import re
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,25 +18,22 @@ from pathlib import Path
 
 from yarl import URL
 
-from proxy.engine.http import normalise_base_url, without_credentials
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.replica import Replica
 from proxy.fleet.shared import SharedError, SharedWords
+from proxy.urls import (
+    DNS_SCHEME,
+    UpstreamsError,
+    names_engines,
+    normalise_base_url,
+    read_upstreams,
+    without_credentials,
+)
 
 log = logging.getLogger("tokenproxy")
 
-DNS_SCHEME = "dns+http"
-"""`dns+http://NAME:PORT` stands for one engine at each address of NAME."""
-ACTOR_SCHEME = "ray-actor"
-"""`ray-actor://NAME` stands for one engine at each Ray actor of NAME; only Ray Serve has them."""
-_ACTORS = re.compile(rf"{ACTOR_SCHEME}://[\w.:#@-]+(/[A-Za-z_]\w*)?")
-
 Resolve = Callable[[str], Awaitable[list[str]]]
-"""From a URL whose scheme stands for a name to the URLs of its engines. Raises MembershipError."""
-
-
-class MembershipError(Exception):
-    """A list of engines cannot be read; the message says why."""
+"""From a URL whose scheme stands for a name to the URLs of its engines. Raises UpstreamsError."""
 
 
 class ReplicaChange(StrEnum):
@@ -61,16 +57,16 @@ async def resolve_host(url: str) -> list[str]:
     """One URL for each address of the host of a `dns+http` URL, sorted.
 
     Raises:
-        MembershipError: the name has no address, or is not a host.
+        UpstreamsError: the name has no address, or is not a host.
     """
-    if not url.startswith(DNS_SCHEME):
-        raise MembershipError("Ray's actors are known in a proxy that Ray Serve runs: see docs/ray.md")
+    if not url.startswith(f"{DNS_SCHEME}://"):
+        raise UpstreamsError("Ray's actors are known in a proxy that Ray Serve runs: see docs/ray.md")
     parsed = URL(url.removeprefix("dns+"))
     try:
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(parsed.host, parsed.port, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise MembershipError(f"{parsed.host} cannot be resolved: {error.strerror}") from error
+        raise UpstreamsError(f"{parsed.host} cannot be resolved: {error.strerror}") from error
     # an engine with an IPv4 and an IPv6 address is one engine
     family = min(info[0] for info in found)
     addresses = sorted({str(address[0]) for kind, *_, address in found if kind == family})
@@ -119,7 +115,7 @@ class Membership:
         if self.file is not None:
             with self._reported(str(self.file)):
                 self._from_file = await asyncio.to_thread(read_upstreams, self.file)
-        names = [url for url in [*self.upstreams, *self._from_file] if _is_name(url)]
+        names = [url for url in [*self.upstreams, *self._from_file] if names_engines(url)]
         self._from_names = {url: self._from_names.get(url, []) for url in names}
         for url in names:
             with self._reported(url):
@@ -181,14 +177,13 @@ class Membership:
         """Learn what other processes changed.
 
         Raises:
-            SharedError: the store cannot be read.
-            MembershipError: it holds a change that is not known here.
+            SharedError: the store cannot be read, or holds a change that is not known here.
         """
         writes, words = self._writes, await self.shared.read()
         try:
             stored = {name: ReplicaChange(word) for name, word in words.items()}
         except ValueError as error:
-            raise MembershipError(f"this version does not know a change in the store: {error}") from error
+            raise SharedError(f"this version does not know a change in the store: {error}") from error
         if writes != self._writes:
             return
         for name, change in stored.items():
@@ -198,7 +193,7 @@ class Membership:
 
     def _named(self) -> dict[str, str]:
         """The URLs of the engines that settings and file name, by the names of their replicas."""
-        named = [url for url in [*self.upstreams, *self._from_file] if not _is_name(url)]
+        named = [url for url in [*self.upstreams, *self._from_file] if not names_engines(url)]
         resolved = [url for urls in self._from_names.values() for url in urls]
         return {without_credentials(url): url for url in [*named, *resolved]}
 
@@ -246,7 +241,7 @@ class Membership:
         """Log what is wrong with a source when it starts and when it ends."""
         try:
             yield
-        except (MembershipError, SharedError) as error:
+        except (UpstreamsError, SharedError) as error:
             if self._problems.get(source) != str(error):
                 log.error("the engines of %s stay as they were: %s", source, error)
             self._problems[source] = str(error)
@@ -263,45 +258,6 @@ def _log_learned(name: str, change: ReplicaChange) -> None:
     undo = f'POST /admin/replicas {{"url": "{name}"}}'
     verb = "drained" if change in _DRAINS else "removed"
     log.warning("%s gets no requests: the admin API %s it; %s undoes that", name, verb, undo)
-
-
-def read_upstreams(file: Path) -> list[str]:
-    """The URLs of a file, normalised.
-
-    Raises:
-        MembershipError: it cannot be read, or a line is no URL.
-    """
-    try:
-        lines = [line.partition("#")[0].strip() for line in file.read_text().splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise MembershipError(f"cannot read {file}: {error}") from error
-    try:
-        urls = [normalise_upstream(line) for line in lines if line]
-    except ValueError as error:
-        raise MembershipError(f"{file}: {error}") from error
-    if not urls:
-        raise MembershipError(f"{file} names no engine")  # it may be read while it is written
-    return urls
-
-
-def normalise_upstream(url: str) -> str:
-    """The root URL of an engine, or a URL that stands for a name.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if url.startswith(f"{ACTOR_SCHEME}://"):
-        if not _ACTORS.fullmatch(url):
-            form = f"{ACTOR_SCHEME}://NAME"
-            raise ValueError(f"{url!r} names no actors: write {form} or {form}/METHOD")
-        return url
-    if url.startswith(f"{DNS_SCHEME}://"):
-        return f"dns+{normalise_base_url(url.removeprefix('dns+'))}"
-    return normalise_base_url(url)
-
-
-def _is_name(url: str) -> bool:
-    return url.partition("://")[0] in (DNS_SCHEME, ACTOR_SCHEME)
 
 
 def fleet_id(upstreams: Sequence[str], file: Path | None) -> str:

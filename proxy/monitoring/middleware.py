@@ -6,6 +6,8 @@ vLLM, where the application is vLLM's, each endpoint of the proxy has its own.
 
 import asyncio
 import logging
+import os
+import re
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -13,9 +15,9 @@ from proxy.dialects.error_formats import error_body, error_headers, is_anthropic
 from proxy.errors import ApiError
 from proxy.metrics import Metrics
 from proxy.monitoring.exchange import CLIENT_LEFT, Exchange, run_exchange
-from proxy.monitoring.request_ids import request_id, with_request_id
-from proxy.monitoring.spans import NO_SPAN, Tracing
-from proxy.types import ASGIApp, Message, Receive, Scope, Send
+from proxy.monitoring.spans import NO_SPAN
+from proxy.monitoring.tracing import Tracing
+from proxy.types import ASGIApp, Headers, Message, Receive, Scope, Send
 
 log = logging.getLogger("tokenproxy")
 access_log = logging.getLogger("tokenproxy.access")
@@ -24,6 +26,12 @@ access_log = logging.getLogger("tokenproxy.access")
 _UNEXPECTED = "an unexpected error in the proxy; its log has the details"
 EXCHANGE_KEY = "tokenproxy.exchange"
 """Where the ASGI scope of a request holds its exchange."""
+HEADER = b"x-request-id"
+LONGEST = 128
+"""Characters of an id that is taken from a client."""
+
+# An id appears in logs, headers and the ids of the engine's responses: no character must need quoting
+_HARMLESS = re.compile(rb"[A-Za-z0-9._:@=+/~-]{1,%d}" % LONGEST)
 
 
 @dataclass(slots=True)
@@ -177,3 +185,18 @@ async def _send_error(send: Send, error: ApiError, path: str) -> None:
     headers = [*error_headers(path, error), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+def request_id(headers: Headers) -> str:
+    """The id in `X-Request-ID`; if it is missing or unusable, a new one of 32 hexadecimal digits."""
+    for name, value in headers:
+        if name == HEADER and _HARMLESS.fullmatch(value):
+            return value.decode("ascii")
+    return os.urandom(16).hex()
+
+
+def with_request_id(headers: Headers, identity: str) -> Headers:
+    """Replace the request id in the headers."""
+    kept = [pair for pair in headers if pair[0] != HEADER]
+    kept.append((HEADER, identity.encode("ascii")))
+    return kept

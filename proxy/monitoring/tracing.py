@@ -9,12 +9,11 @@ plan.
 import logging
 import os
 from collections.abc import Mapping
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from proxy import __version__
 from proxy.errors import ApiError
-from proxy.monitoring.spans import Span, Tracing, Value
+from proxy.monitoring.spans import Span, Value
 from proxy.types import Headers
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL
 _SERVICE = "tokenproxy"
 
 
-def make_tracing(environment: Mapping[str, str] = os.environ) -> Tracing | None:
+def make_tracing(environment: Mapping[str, str] = os.environ) -> "Tracing | None":
     """Create the tracing that OpenTelemetry's variables configure; None if they configure none.
 
     Inside vLLM with `--otlp-traces-endpoint`, the process already has a tracer provider: spans go to it, and
@@ -48,9 +47,9 @@ def make_tracing(environment: Mapping[str, str] = os.environ) -> Tracing | None:
         return None
     existing = trace.get_tracer_provider()
     if isinstance(existing, TracerProvider):
-        return _OpenTelemetry(existing, owned=False)
+        return Tracing(existing, owned=False)
     provider = _make_provider(environment)
-    return _OpenTelemetry(provider, owned=True) if provider is not None else None
+    return Tracing(provider, owned=True) if provider is not None else None
 
 
 def _make_provider(environment: Mapping[str, str]) -> "TracerProvider | None":
@@ -83,8 +82,8 @@ def _make_provider(environment: Mapping[str, str]) -> "TracerProvider | None":
     return provider
 
 
-class _OpenTelemetry:
-    """Creates spans with a tracer provider."""
+class Tracing:
+    """Creates the spans of one application with a tracer provider."""
 
     def __init__(self, provider: "TracerProvider", *, owned: bool) -> None:
         from opentelemetry import propagate
@@ -95,7 +94,7 @@ class _OpenTelemetry:
         self._tracer = provider.get_tracer(_SERVICE, __version__)
 
     def request_span(self, method: str, path: str, headers: Headers) -> Span:
-        """See `Tracing.request_span`."""
+        """The span of a request, which continues the trace context in its headers."""
         from opentelemetry.trace import SpanKind
 
         carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
@@ -108,29 +107,24 @@ class _OpenTelemetry:
         return _OpenTelemetrySpan(self._tracer, span)
 
     def close(self) -> None:
-        """See `Tracing.close`. vLLM closes its own provider."""
+        """Send the remaining spans; vLLM does so itself. It may block for seconds: call it on a thread."""
         if self._owned:
             self._provider.shutdown()
 
 
-class _OpenTelemetrySpan:
+class _OpenTelemetrySpan(Span):
     """See `spans.Span`."""
 
-    __slots__ = ("_span", "_tracer", "recording")
+    __slots__ = ("_span", "_tracer")
 
     def __init__(self, tracer: "trace.Tracer", span: "trace.Span") -> None:
         self._tracer = tracer
         self._span = span
-        self.recording = True
-        """Add the trace context, also if the sampler dropped the trace: the engine must learn that it did."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.end(error)
+    @property
+    def recording(self) -> bool:
+        """Always True: the engine gets the trace context even if the sampler dropped the trace."""
+        return True
 
     def set(self, attributes: Mapping[str, Value | None]) -> None:
         """See `Span.set`."""

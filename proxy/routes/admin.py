@@ -1,14 +1,18 @@
-"""`/admin/replicas`: which engines the proxy uses, changed while it runs."""
+"""The admin routes: which engines the proxy uses, and those of the engines, sent to all replicas."""
 
-import msgspec
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from proxy.dialects.base import header
 from proxy.errors import BadRequest, NotFound
 from proxy.fields import parse, read
+from proxy.fleet.admin_calls import ADMIN_CALLS, AdminCall
 from proxy.fleet.membership import Membership
-from proxy.http import JSON_HEADERS, BytesResponse, Request, Response, query_value
+from proxy.http import Request, Response, json_response, query_value
 from proxy.routes.base import Route
 from proxy.routes.scopes import KeyScope
 from proxy.turn.services import Services
+from proxy.urls import normalise_base_url, without_credentials
 
 
 class Replicas(Route):
@@ -28,20 +32,13 @@ class Replicas(Route):
         fleet that share the store apply a change; if the store does not take it, nothing changes (503).
         """
         membership = _membership(services)
-        if request.method == "POST":
-            url = _url_in_body(request)
-            try:
-                await membership.add(url)
-            except ValueError as error:
-                raise BadRequest(str(error), param="url") from error
-        elif request.method == "DELETE":
-            url = query_value(request, "url", "")
-            try:
-                removed = await membership.remove(url)
-            except ValueError as error:
-                raise BadRequest(str(error), param="url") from error
-            if not removed:
-                raise _unknown(url)
+        with _named_in("url"):
+            if request.method == "POST":
+                await membership.add(_url_in_body(request))
+            elif request.method == "DELETE":
+                url = query_value(request, "url", "")
+                if not await membership.remove(url):
+                    raise _unknown(url)
         return _listed(services)
 
 
@@ -57,13 +54,19 @@ class Drain(Route):
     async def answer(self, request: Request, services: Services, /) -> Response:
         """`{"url"}`; `requests` in the answer tells how many still run. Adding it again ends the draining."""
         url = _url_in_body(request)
-        try:
-            found = await _membership(services).drain(url)
-        except ValueError as error:
-            raise BadRequest(str(error), param="url") from error
-        if not found:
-            raise _unknown(url)
+        with _named_in("url"):
+            if not await _membership(services).drain(url):
+                raise _unknown(url)
         return _listed(services)
+
+
+@contextmanager
+def _named_in(param: str) -> Iterator[None]:
+    """Raises BadRequest for a parameter that is not the URL of an engine."""
+    try:
+        yield
+    except ValueError as error:
+        raise BadRequest(str(error), param=param) from error
 
 
 def _membership(services: Services) -> Membership:
@@ -83,5 +86,41 @@ def _unknown(url: str) -> NotFound:
 
 
 def _listed(services: Services) -> Response:
-    report = {"replicas": services.fleet.report(), "changes": _membership(services).changes}
-    return BytesResponse(200, list(JSON_HEADERS), msgspec.json.encode(report))
+    changes = _membership(services).changes
+    return json_response({"replicas": services.fleet.report(), "changes": changes})
+
+
+class EngineAdmin(Route):
+    """One row of the table in `proxy/fleet/admin_calls.py`."""
+
+    needs_tenant = False
+    key_scope = KeyScope.ADMIN
+    replaces_engine_route = True
+
+    def __init__(self, call: AdminCall) -> None:
+        self._call = call
+        self.path = call.path  # type: ignore[misc]
+        self.methods = (call.method,)  # type: ignore[misc]
+        self.summary = call.summary  # type: ignore[misc]
+
+    async def answer(self, request: Request, services: Services, /) -> Response:
+        """The engine's contract. The call reaches all replicas at once, or the one that `X-Replica` names."""
+        return await services.admin_calls.run(self._call, request, named_replica(request))
+
+
+def engine_admin_routes() -> list[EngineAdmin]:
+    """One route for each row of the table."""
+    return [EngineAdmin(call) for call in ADMIN_CALLS]
+
+
+def named_replica(request: Request) -> str:
+    """Name of the replica that a request is for; empty if it names none.
+
+    Raises:
+        BadRequest: the header is not the URL of an engine.
+    """
+    value = header(request.headers, b"x-replica")
+    if not value:
+        return ""
+    with _named_in("x-replica"):
+        return without_credentials(normalise_base_url(value.decode("latin-1")))

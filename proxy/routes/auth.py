@@ -12,44 +12,19 @@ from collections.abc import Collection, Sequence
 from proxy.errors import Unauthorized
 from proxy.routes.credentials import SCOPE_KEY, tenant_of_key
 from proxy.routes.key_file import ApiKey, KeyFile
+from proxy.routes.paths import path_of
 from proxy.routes.scopes import EVERY_SCOPE, SCOPES_KEY, WITHOUT_ADMIN, KeyScope
 from proxy.routes.sending import send_error
 from proxy.types import ASGIApp, Headers, Receive, Scope, Send
 
-OPEN_PATHS = frozenset(
-    {"/health", "/health/", "/ready", "/ready/", "/metrics", "/metrics/"},
-)
+_METRICS = "/metrics"
+OPEN_PATHS = frozenset({"/health", "/ready", _METRICS})
 """Paths for health checks and scrapers, which have no key."""
 _PAGE_PATH = re.compile(r"/viewer/?|/viewer/static/[^/]*")
 """The page, which holds no recorded data and asks for a key: a browser sends none with its first request."""
-_METRICS_PATHS = frozenset({"/metrics", "/metrics/"})
 _USUAL_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
-"""Number of cached addresses, because parsing an address takes longer than all other work without keys."""
 _FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-real-ip"})
 """Headers that another proxy adds to a request."""
-
-
-class Keys:
-    """All keys of the proxy: those of the settings, and those of the key file."""
-
-    def __init__(
-        self, keys: Sequence[str], admin_keys: Sequence[str] = (), file: KeyFile | None = None
-    ) -> None:
-        self._file = file
-        self._plain: list[ApiKey] = []
-        for scopes, group in ((EVERY_SCOPE, admin_keys), (WITHOUT_ADMIN, keys)):
-            self._plain += [ApiKey(tenant_of_key(key.encode()), scopes) for key in group]
-
-    def find(self, key: bytes) -> ApiKey | None:
-        """The tenant and scopes of a key; None if it is not one of these keys."""
-        sent, found = tenant_of_key(key), None
-        # All digests have one length, and all are compared, so the time reveals nothing about the keys
-        for plain in self._plain:
-            if secrets.compare_digest(sent, plain.tenant) and found is None:
-                found = plain
-        if found is None and self._file is not None:
-            found = self._file.find(key)
-        return found
 
 
 class ApiKeys:
@@ -59,16 +34,25 @@ class ApiKeys:
     request.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, metrics_need_key: bool = False) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Sequence[str],
+        admin_keys: Sequence[str] = (),
+        file: KeyFile | None = None,
+        metrics_need_key: bool = False,
+    ) -> None:
         """`metrics_need_key`: whether `/metrics` needs a key with the scope `read`."""
         self._app = app
-        self._keys = keys
-        self._open = OPEN_PATHS - _METRICS_PATHS if metrics_need_key else OPEN_PATHS
+        self._file = file
+        self._plain: list[ApiKey] = []
+        for scopes, group in ((EVERY_SCOPE, admin_keys), (WITHOUT_ADMIN, keys)):
+            self._plain += [ApiKey(tenant_of_key(key.encode()), scopes) for key in group]
+        self._open = OPEN_PATHS - {_METRICS} if metrics_need_key else OPEN_PATHS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check one request."""
-        # An accepted request with a session in its path passes through here a second time
-        if scope["type"] != "http" or SCOPE_KEY in scope:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         key, headers = self._verify(scope["headers"])
@@ -76,12 +60,12 @@ class ApiKeys:
         is_open = scope["method"] in ("GET", "HEAD") and (
             path in self._open or _PAGE_PATH.fullmatch(path) is not None
         )
-        granted = {KeyScope.READ} if is_open and path in _METRICS_PATHS else set()
+        granted = {KeyScope.READ} if is_open and path == _METRICS else set()
         if key is not None:
             verified = {SCOPE_KEY: key.tenant, SCOPES_KEY: key.scopes | granted}
             await self._app({**scope, "headers": headers, **verified}, receive, send)
         elif is_open:
-            await self._app({**scope, SCOPES_KEY: frozenset(granted)}, receive, send)
+            await self._app({**scope, SCOPES_KEY: granted}, receive, send)
         else:
             error = Unauthorized(
                 "send an API key of this proxy as `Authorization: Bearer KEY` or `X-API-Key: KEY`",
@@ -110,7 +94,15 @@ class ApiKeys:
             key = value
         else:
             return None
-        return self._keys.find(key.strip())
+        return self._find(key.strip())
+
+    def _find(self, key: bytes) -> ApiKey | None:
+        sent, found = tenant_of_key(key), None
+        # All digests have one length, and all are compared, so the time reveals nothing about the keys
+        for plain in self._plain:
+            if secrets.compare_digest(sent, plain.tenant) and found is None:
+                found = plain
+        return self._file.find(key) if found is None and self._file is not None else found
 
 
 class NoKeys:
@@ -128,7 +120,7 @@ class NoKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Put the scopes of one request into its ASGI scope."""
-        if scope["type"] == "http" and SCOPES_KEY not in scope:
+        if scope["type"] == "http":
             local = self._loopback and self._is_local(scope["headers"])
             scope = {**scope, SCOPES_KEY: EVERY_SCOPE if local else WITHOUT_ADMIN}
         await self._app(scope, receive, send)
@@ -159,9 +151,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
-
-
-def path_of(scope: Scope) -> str:
-    """The decoded path of a request, without the application's root path."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))

@@ -1,20 +1,24 @@
 """A route: a path, and a function from a request to a response."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
 
 from proxy.http import Request, Response
-from proxy.routes.paths import fill, other_paths
 from proxy.routes.scopes import KeyScope
 from proxy.turn.services import Services
+
+T = TypeVar("T")
+
+_LARGE = 2**20
+"""Number of bytes that take a millisecond to parse."""
 
 
 class Route(ABC):
     """One route. `routes.py` lists all of them."""
 
     path: ClassVar[str]
-    """The route's canonical path, a template in Starlette's syntax."""
+    """The route's path, a template in Starlette's syntax; see `paths.py` for others that lead to it."""
     methods: ClassVar[tuple[str, ...]] = ("POST",)
     inside_vllm: ClassVar[bool] = True
     """Whether it is mounted inside vLLM too; False if vLLM has its own route for it."""
@@ -24,8 +28,6 @@ class Route(ABC):
     """Whether the client's credential is verified first and `Request.tenant` is set."""
     key_scope: ClassVar[KeyScope | None] = KeyScope.INFERENCE
     """The scope that an API key of the proxy needs for it; None where no key is needed."""
-    under_v1: ClassVar[bool] = False
-    """Whether it is served under `/v1` too, although its canonical path is not."""
     store_seconds: ClassVar[float | None] = None
     """How long one request waits for the store, all its calls together; None for `store_timeout_s`."""
     catches_all: ClassVar[bool] = False
@@ -44,6 +46,7 @@ class Route(ABC):
 
         Raises:
             ApiError: becomes the error object that the client gets.
+            StoreError: becomes a 503.
         """
 
     def needed_scope(self, method: str, path: str) -> KeyScope | None:
@@ -60,16 +63,25 @@ class Route(ABC):
         """The route's name in metrics: its path, which is a template."""
         return "other" if self.catches_all else self.path
 
-    @property
-    def aliases(self) -> list[str]:
-        """The other path templates of the route."""
-        return [] if self.catches_all else other_paths(self.path, under_v1=self.under_v1)
 
-    def canonical_path(self, path: str, parameters: Mapping[str, str]) -> str:
-        """The canonical path of a request.
+class StoreRoute(Route):
+    """Base of the routes that need the store only, not an engine (except to verify credentials)."""
 
-        Args:
-            path: as the client sent it, percent-encoded and without the query string.
-            parameters: the values that the template matched in it.
-        """
-        return fill(self.path, parameters)
+    # a longer limit, because a session may be large, and these routes cannot respond without the store
+    store_seconds = 10.0
+
+    def needed_scope(self, method: str, path: str) -> KeyScope | None:
+        """See `Route.needed_scope`: who may sample may also make, reward and delete the sessions of it."""
+        return KeyScope.READ if method in ("GET", "HEAD") else KeyScope.INFERENCE
+
+
+async def parsed(request: Request, services: Services, parse: Callable[[], T]) -> T:
+    """Parse a request with `parse`, on a thread if its body is large: that would block the event loop.
+
+    Raises:
+        Overloaded: the threads have too much to do already.
+        ApiError: as `parse`.
+    """
+    if len(request.body) < _LARGE:
+        return parse()
+    return await services.encoders.run(parse, len(request.body), tenant=request.tenant)

@@ -8,7 +8,6 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from hashlib import blake2b
 
 from proxy.errors import EngineBroken, EngineTimeout, EngineUnavailable, Unauthorized
@@ -54,13 +53,6 @@ async def tenant_in_scope(scope: Scope) -> str:
     return tenant
 
 
-@dataclass(frozen=True, slots=True)
-class _Verdict:
-    accepted: bool
-    until: float
-    """On the clock of `time.monotonic`."""
-
-
 class EngineCredentials:
     """Verifies credentials by sending `GET /v1/models` to the engine; caches the verdicts.
 
@@ -83,9 +75,8 @@ class EngineCredentials:
         self._send = send
         self._lend = lend
         self._clock = clock
-        self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
-        self._without: _Verdict | None = None
-        """The verdict on a request without a credential."""
+        self._verdicts: OrderedDict[bytes, tuple[bool, float]] = OrderedDict()
+        """Whether the engine accepts a credential, and until when that counts; b"" stands for none."""
         self._asking: dict[bytes, asyncio.Task[bool]] = {}
         """Running verifications, so that concurrent requests with one credential share one."""
 
@@ -122,11 +113,10 @@ class EngineCredentials:
 
     async def _accepts(self, credential: tuple[bytes, bytes] | None) -> bool:
         digest = b"" if credential is None else blake2b(b":".join(credential), digest_size=16).digest()
-        verdict = self._verdicts.get(digest) if credential else self._without
-        if verdict is not None and self._clock() < verdict.until:
-            if credential:
-                self._verdicts.move_to_end(digest)
-            return verdict.accepted
+        accepted, until = self._verdicts.get(digest, (False, 0.0))
+        if self._clock() < until:
+            self._verdicts.move_to_end(digest)
+            return accepted
         task = self._asking.get(digest)
         if task is None:
             task = asyncio.create_task(self._ask(digest, credential))
@@ -144,15 +134,11 @@ class EngineCredentials:
         else:
             problem = f"the engine answers {status} to GET {_MODELS_PATH}: no credential can be verified"
             raise EngineUnavailable(problem) if status in (429, 503) else EngineBroken(problem)
-        if credential is None:
-            self._without = _Verdict(accepted, self._clock() + OPEN_S)
-        else:
-            self._verdicts[digest] = _Verdict(
-                accepted, self._clock() + (ACCEPTED_S if accepted else REFUSED_S)
-            )
-            self._verdicts.move_to_end(digest)
-            while len(self._verdicts) > REMEMBERED:
-                self._verdicts.popitem(last=False)
+        seconds = OPEN_S if credential is None else ACCEPTED_S if accepted else REFUSED_S
+        self._verdicts[digest] = accepted, self._clock() + seconds
+        self._verdicts.move_to_end(digest)
+        if len(self._verdicts) > REMEMBERED:
+            self._verdicts.popitem(last=False)
         return accepted
 
     async def _status(self, credential: tuple[bytes, bytes] | None) -> int:

@@ -5,30 +5,25 @@ which closes the engine's response, so that vLLM aborts.
 """
 
 import asyncio
-import logging
-import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from urllib.parse import unquote
 
-import fastapi
-from fastapi.routing import APIRoute
-from starlette.routing import Match
-
-from proxy.errors import ApiError, BadRequest, BodyTimeout, BodyTooLarge, Forbidden
+from proxy.errors import ApiError, BodyTimeout, BodyTooLarge, EngineUnavailable, Forbidden
+from proxy.history.store import StoreError
 from proxy.history.store_time import store_time
 from proxy.http import Request, is_event_stream
 from proxy.monitoring.exchange import Exchange
-from proxy.monitoring.middleware import EXCHANGE_KEY, Monitor, Observer
+from proxy.monitoring.middleware import EXCHANGE_KEY
 from proxy.routes.base import Route
 from proxy.routes.credentials import SCOPE_KEY, SINGLE_TENANT, TenantOf
+from proxy.routes.paths import check_path, raw_path
 from proxy.routes.scopes import SCOPES_KEY, KeyScope
 from proxy.routes.sending import send_body, send_error, send_events
 from proxy.turn.services import Services
 from proxy.types import Receive, Scope, Send
-
-log = logging.getLogger("tokenproxy")
 
 BODY_TIMEOUT_S = 30.0
 """How long a request's body may take that arrives slower than `BODY_BYTES_PER_S`."""
@@ -38,83 +33,66 @@ BODY_BYTES_PER_S = 65_536
 WATCH_AFTER_S = 0.1
 """Seconds after which a request is cancelled if its client disconnects, or disconnected before."""
 
-_READING = ("GET", "HEAD")
-_ENCODED_SLASH = re.compile("%(2f|5c)", re.IGNORECASE)
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-
 
 class ClientGone(Exception):
     """The client left before its request was complete."""
 
 
-class Endpoint(fastapi.Response):
-    """A route as an ASGI application (a Response, so that FastAPI's routing runs it as it is)."""
+class Endpoint:
+    """A route as an ASGI application."""
 
     def __init__(
         self,
         route: Route,
         services: Callable[[Scope], Services],
         tenant_of: TenantOf,
-        observer: Observer,
         *,
-        checks_scopes: bool = False,
+        inside_vllm: bool = False,
     ) -> None:
-        """`checks_scopes`: whether the ASGI scope of each request holds the scopes of its client."""
+        """`inside_vllm`: whether nothing before it checked the path, and determined the client's scopes."""
         self.route = route
-        self._monitor = Monitor(self._observed, observer)
         self._services = services
         self._tenant_of = tenant_of
-        self._checks_scopes = checks_scopes
+        self._inside_vllm = inside_vllm
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        await self._monitor(scope, receive, send)
-
-    async def _observed(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope[EXCHANGE_KEY]
-        exchange.route = self.route.label
-        exchange.observed = self.route.observed
-        if not exchange.observed:
-            await self._answer(scope, receive, send)
-            return
-        with exchange.metrics.in_progress():
-            await self._answer(scope, receive, send)
+        exchange.route, exchange.observed = self.route.label, self.route.observed
+        with exchange.metrics.in_progress() if exchange.observed else nullcontext():
+            try:
+                services = self._services(scope)
+                with services.running.cuttable():
+                    request = await self._read(scope, receive, services.body_limit_bytes)
+            except ClientGone:
+                exchange.leave()
+            except ApiError as error:
+                await send_error(send, error, scope["path"])
+            else:
+                store_s = self.route.store_seconds or services.store_timeout_s
+                with _ClientWatch(receive, exchange), store_time(store_s):
+                    await self._serve(request, services, send)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange: Exchange = scope[EXCHANGE_KEY]
-        try:
+    async def _read(self, scope: Scope, receive: Receive, limit: int) -> Request:
+        """The request, once its client may send it. Raises ApiError or ClientGone."""
+        path = raw_path(scope) if "{" in self.route.path else self.route.path
+        if self._inside_vllm:
             check_path(scope)
-            if self._checks_scopes:
-                _check_scope(scope, self._needed_scope(scope))
-            services = self._services(scope)
-            with services.running.cuttable():
-                # Before the body is read: a client without a valid credential must not fill the memory
-                tenant = await self._tenant(scope)
-                body = await read_body(scope, receive, services.body_limit_bytes, BODY_TIMEOUT_S)
-        except ClientGone:
-            exchange.leave()
-            self._log_unread(scope)
-            return
-        except ApiError as error:
-            await send_error(send, error, scope["path"])
-            return
-        with (
-            _ClientWatch(receive, exchange),
-            store_time(self.route.store_seconds or services.store_timeout_s),
-        ):
-            await self._serve(self._request(scope, body, tenant), services, send)
-
-    def _log_unread(self, scope: Scope) -> None:
-        """Log an admin call that is not done, because its client left before the request was read.
-
-        The server drops a body that has arrived once the connection is closed.
-        """
-        if scope["method"] not in _READING and self._needed_scope(scope) is KeyScope.ADMIN:
-            log.warning(
-                "%s %s is not done: its client disconnected before the request was read",
-                scope["method"],
-                self._path(scope),
-            )
+        else:
+            _check_scope(scope, self.route.needed_scope(scope["method"], unquote(path)))
+        # Before the body is read: a client without a valid credential must not fill the memory
+        needs_tenant = self.route.needs_tenant
+        tenant = await self._tenant_of(scope) if needs_tenant else scope.get(SCOPE_KEY, SINGLE_TENANT)
+        query: bytes = scope.get("query_string", b"")
+        return Request(
+            scope["method"],
+            f"{path}?{query.decode('latin-1')}" if query else path,
+            list(scope["headers"]),
+            await read_body(scope, receive, limit, BODY_TIMEOUT_S),
+            tenant=tenant,
+            may_read=self._inside_vllm or KeyScope.READ in scope.get(SCOPES_KEY, ()),
+            parameters=scope.get("path_params", {}),
+        )
 
     async def _serve(self, request: Request, services: Services, send: Send) -> None:
         running = services.running
@@ -124,6 +102,10 @@ class Endpoint(fastapi.Response):
         except ApiError as error:
             await send_error(send, error, request.path)
             return
+        except StoreError as error:
+            problem = f"the store does not respond, try again later: {error}"
+            await send_error(send, EngineUnavailable(problem), request.path)
+            return
         try:
             if is_event_stream(response.headers):
                 await send_events(response, request.path, send, running)
@@ -131,112 +113,6 @@ class Endpoint(fastapi.Response):
                 await send_body(response, request.path, send, running)
         finally:
             await response.aclose()
-
-    async def _tenant(self, scope: Scope) -> str:
-        """The tenant of a request; for a route that needs none, only one that is verified already."""
-        if self.route.needs_tenant:
-            return await self._tenant_of(scope)
-        tenant: str = scope.get(SCOPE_KEY, SINGLE_TENANT)
-        return tenant
-
-    def _request(self, scope: Scope, body: bytes, tenant: str) -> Request:
-        path = self._path(scope)
-        query: bytes = scope.get("query_string", b"")
-        target = f"{path}?{query.decode('latin-1')}" if query else path
-        may_read = not self._checks_scopes or KeyScope.READ in scope.get(SCOPES_KEY, ())
-        return Request(
-            scope["method"], target, list(scope["headers"]), body, tenant=tenant, may_read=may_read
-        )
-
-    def _path(self, scope: Scope) -> str:
-        return self.route.canonical_path(raw_path(scope), scope.get("path_params", {}))
-
-    def _needed_scope(self, scope: Scope) -> KeyScope | None:
-        return self.route.needed_scope(scope["method"], unquote(self._path(scope)))
-
-
-class EndpointRoute(APIRoute):
-    """A FastAPI route that leaves the request to its endpoint: no parsing, no validation, no copies."""
-
-    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
-        super().__init__(path, endpoint, **options)
-        self._fixed = path.partition("{")[0]
-        """What every path of this route contains: `/v1/sessions/` of `/v1/sessions/{session}`."""
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """See `starlette.routing.BaseRoute.matches`."""
-        # A route with its aliases has four paths: a substring test excludes most of them faster than a regex
-        return super().matches(scope) if self._fixed in scope["path"] else (Match.NONE, {})
-
-    def get_route_handler(self) -> Callable[[fastapi.Request], Awaitable[fastapi.Response]]:  # type: ignore[override]
-        """The endpoint itself, without FastAPI's handling of parameters."""
-        endpoint: Callable[[fastapi.Request], Awaitable[fastapi.Response]] = self.endpoint
-        return endpoint
-
-
-def endpoint_routes(serving: Endpoint) -> list[EndpointRoute]:
-    """The routes of a canonical path: one for each method, the first of which is in the OpenAPI page."""
-    route = serving.route
-    methods = [route.methods] if route.catches_all else [(method,) for method in route.methods]
-    is_shown = route.is_public and not route.catches_all
-    return [
-        _endpoint_route(serving, route.path, names, shown=is_shown and names == methods[0])
-        for names in methods
-    ]
-
-
-def alias_routes(serving: Endpoint, paths: Sequence[str]) -> list[EndpointRoute]:
-    """The routes of other paths to the same route. The OpenAPI page does not show them."""
-    return [_endpoint_route(serving, path, serving.route.methods, shown=False) for path in paths]
-
-
-def _endpoint_route(serving: Endpoint, path: str, methods: Sequence[str], *, shown: bool) -> EndpointRoute:
-    route = serving.route
-
-    async def endpoint(request: fastapi.Request) -> fastapi.Response:
-        return serving
-
-    return EndpointRoute(
-        path,
-        endpoint,
-        methods=list(methods),
-        name=type(route).__name__,
-        summary=route.summary or None,
-        description=route.description,
-        openapi_extra=route.openapi or None,
-        include_in_schema=shown,
-        response_model=None,
-    )
-
-
-def raw_path(scope: Scope) -> str:
-    """The path as the client sent it, percent-encoded; without the application's root path."""
-    path: bytes = scope.get("raw_path") or scope["path"].encode()
-    root = scope.get("root_path", "").encode()
-    if root and path.startswith(root):
-        path = path[len(root) :]
-    return path.decode("latin-1")
-
-
-def check_path(scope: Scope) -> None:
-    """Refuse a path that the proxy and an engine, or a server between them, may read differently.
-
-    Raises:
-        BadRequest: it holds an encoded slash, a `.` or `..` segment or a control character, or is not a path.
-    """
-    raw = raw_path(scope)
-    decoded = unquote(raw)
-    if not raw.startswith("/"):
-        problem = "must begin with a slash"
-    elif _ENCODED_SLASH.search(raw) or "\\" in raw:
-        problem = "must not hold an encoded slash (%2F) or a backslash"
-    elif any(segment in (".", "..") for segment in decoded.split("/")):
-        problem = "must not hold the segments . and .."
-    elif _CONTROL.search(decoded):
-        problem = "must not hold control characters"
-    else:
-        return
-    raise BadRequest(f"the path of the URL {problem}", param="path", code="invalid_path")
 
 
 def _check_scope(scope: Scope, needed: KeyScope | None) -> None:

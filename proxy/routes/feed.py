@@ -10,20 +10,24 @@ import asyncio
 import time
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote
 
 import msgspec
 
 from proxy.errors import BadRequest, NotFound
 from proxy.fields import parse, read
 from proxy.history.feed import Acknowledged, Consumer, FeedStore
-from proxy.http import Request, query_pairs, query_value, query_values
+from proxy.http import Request, Response, json_response, query_pairs, query_value, query_values
 from proxy.monitoring.exchange import waiting
-from proxy.routes.parameters import check_parameters
-from proxy.routes.sample_fields import requested_classes, requested_layout, requested_shared
+from proxy.routes.base import StoreRoute
+from proxy.routes.parameters import (
+    check_parameters,
+    number,
+    requested_classes,
+    requested_layout,
+    requested_shared,
+)
 from proxy.routes.scopes import KeyScope
 from proxy.routes.session_names import check_name
-from proxy.routes.store_route import StoreRoute, number
 from proxy.samples.feed import (
     FeedFilter,
     FeedStep,
@@ -74,7 +78,7 @@ class FeedSamples(StoreRoute):
     methods = ("GET",)
     summary = "The samples of finished rollouts, in the order of finishing"
 
-    async def reply(self, request: Request, services: Services) -> tuple[int, object]:
+    async def answer(self, request: Request, services: Services, /) -> Response:
         """`?consumer=&after=&wait=&limit=&metadata=&weight_version=&class=&layout=&shared=`.
 
         `{"object", "data": [{"rollout", "revision", "cause", "finished", "metadata", "samples", "refused",
@@ -86,7 +90,9 @@ class FeedSamples(StoreRoute):
         data = await asyncio.to_thread(
             lambda: [_shown(rollout, requested.layout) for rollout in step.rollouts]
         )
-        return 200, {"object": "list", "data": data, "cursor": str(step.position), "more": step.more}
+        return json_response(
+            {"object": "list", "data": data, "cursor": str(step.position), "more": step.more}
+        )
 
 
 class FeedAcknowledge(StoreRoute):
@@ -100,7 +106,7 @@ class FeedAcknowledge(StoreRoute):
         """See `Route.needed_scope`: who may read may note how far."""
         return KeyScope.READ
 
-    async def reply(self, request: Request, services: Services) -> tuple[int, object]:
+    async def answer(self, request: Request, services: Services, /) -> Response:
         """`{"consumer", "cursor"}`; returns both, with the cursor that is acknowledged now."""
         fields, feed = parse(request.body), services.history.store.feed
         consumer, cursor = read(fields, "consumer", str), read(fields, "cursor", str)
@@ -111,7 +117,7 @@ class FeedAcknowledge(StoreRoute):
         name, position = check_name(consumer, "consumer"), _position(cursor, "cursor")
         await _acknowledged(feed, request.tenant, name)
         acknowledged = await feed.acknowledge(request.tenant, name, position)
-        return 200, {"consumer": name, "cursor": str(acknowledged)}
+        return json_response({"consumer": name, "cursor": str(acknowledged)})
 
 
 class FeedConsumers(StoreRoute):
@@ -121,10 +127,10 @@ class FeedConsumers(StoreRoute):
     methods = ("GET",)
     summary = "The consumers of finished rollouts, and how far each has read"
 
-    async def reply(self, request: Request, services: Services) -> tuple[int, object]:
+    async def answer(self, request: Request, services: Services, /) -> Response:
         """`{"object", "data": [{"consumer", "cursor", "waiting", "oldest"}]}`; `oldest` in seconds."""
         consumers = await services.history.store.feed.consumers(request.tenant)
-        return 200, {"object": "list", "data": [_described(consumer) for consumer in consumers]}
+        return json_response({"object": "list", "data": [_described(consumer) for consumer in consumers]})
 
 
 class OneFeedConsumer(StoreRoute):
@@ -138,16 +144,16 @@ class OneFeedConsumer(StoreRoute):
         """See `Route.needed_scope`."""
         return KeyScope.READ
 
-    async def reply(self, request: Request, services: Services) -> tuple[int, object]:
+    async def answer(self, request: Request, services: Services, /) -> Response:
         """`{"consumer", "deleted"}`. If it reads again, it begins at the beginning."""
-        name = check_name(unquote(request.path.partition("?")[0].split("/")[4]), "consumer")
+        name = check_name(request.parameters["consumer"], "consumer")
         if not await services.history.store.feed.forget(request.tenant, name):
             raise NotFound(
                 f"unknown consumer {name!r}: it never read, or was removed",
                 param="consumer",
                 code="consumer_not_found",
             )
-        return 200, {"consumer": name, "deleted": True}
+        return json_response({"consumer": name, "deleted": True})
 
 
 def _read_parameters(request: Request) -> _FeedRequest:

@@ -1,24 +1,22 @@
-"""Checks every request before routing: a plain ASGI middleware.
+"""Checks every request before routing, and gives it its canonical path: a plain ASGI middleware.
 
-It checks the size of the head and the Host header. It also responds to OPTIONS, because browsers send it
-without a key, and an engine would respond to clients without a key.
+It checks the size of the head, the path and the Host header. It also responds to OPTIONS, because browsers
+send it without a key, and an engine would respond to clients without a key.
 """
 
-import re
 from collections.abc import Iterable, Sequence
 
 from starlette.routing import compile_path
 
 from proxy.errors import ApiError, BadRequest, HeadTooLarge
-from proxy.routes.auth import OPEN_PATHS, host_name, path_of
+from proxy.routes.auth import OPEN_PATHS, host_name
 from proxy.routes.base import Route
-from proxy.routes.endpoint import check_path
+from proxy.routes.paths import Paths, check_path, path_of
 from proxy.routes.sending import send_error
 from proxy.types import ASGIApp, Receive, Scope, Send
 
 HEAD_LIMIT_BYTES = 64 * 2**10
 """Largest request line with headers."""
-_IN_SESSION = re.compile(r"/sessions/[^/]+(?=/v1/)")
 _ANY_METHOD = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 """Methods of a route that the engine serves, because only the engine knows which of them it accepts."""
 
@@ -31,12 +29,9 @@ class Gate:
         self._app = app
         self._hosts = frozenset(host.lower() for host in allowed_hosts if not host.startswith("*."))
         self._domains = tuple(host[1:].lower() for host in allowed_hosts if host.startswith("*."))
-        self._methods = [
-            (compile_path(template)[0], route.methods)
-            for route in routes
-            if not route.catches_all
-            for template in (route.path, *route.aliases)
-        ]
+        own = [route for route in routes if not route.catches_all]
+        self._methods = [(compile_path(route.path)[0], route.methods) for route in own]
+        self._paths = Paths(route.path for route in own if "{" not in route.path)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check one request."""
@@ -45,9 +40,9 @@ class Gate:
             return
         try:
             self._check_head(scope)
+            check_path(scope)
+            scope = self._paths.of(scope)
             self._check_host(scope, [value for name, value in scope["headers"] if name == b"host"])
-            if scope["method"] == "OPTIONS":
-                check_path(scope)
         except ApiError as error:
             await send_error(send, error, path_of(scope))
             return
@@ -59,8 +54,7 @@ class Gate:
         await self._app(scope, receive, send)
 
     def allowed(self, path: str) -> list[str]:
-        """The methods of a path."""
-        path = _IN_SESSION.sub("", path, count=1)
+        """The methods of a canonical path."""
         methods = dict.fromkeys(
             method for regex, methods in self._methods if regex.match(path) for method in methods
         )

@@ -97,7 +97,13 @@ def parse_keys(text: str, source: str) -> list[KeyEntry]:
         raise KeyFileError(f"{source} is not YAML{where}: it must hold {_FORMAT}") from error
     if content is None:
         raise KeyFileError(f"{source} is empty: it must hold {_FORMAT}, or [] for no keys")
-    return _checked(content, source)
+    try:
+        entries = msgspec.convert(content, list[KeyEntry])
+    except msgspec.ValidationError as error:
+        raise KeyFileError(f"{source}: {error}: it must hold {_FORMAT}") from error
+    if len({entry.id for entry in entries}) < len(entries):
+        raise KeyFileError(f"{source} holds two keys with one `id`: delete one of them")
+    return entries
 
 
 def read_keys(path: Path) -> list[KeyEntry]:
@@ -109,16 +115,6 @@ def read_keys(path: Path) -> list[KeyEntry]:
     except UnicodeDecodeError as error:
         raise KeyFileError(f"the key file {path} is not UTF-8 text") from error
     return parse_keys(text, f"the key file {path}")
-
-
-def _checked(content: object, source: str) -> list[KeyEntry]:
-    try:
-        entries = msgspec.convert(content, list[KeyEntry])
-    except msgspec.ValidationError as error:
-        raise KeyFileError(f"{source}: {error}: it must hold {_FORMAT}") from error
-    if len({entry.id for entry in entries}) < len(entries):
-        raise KeyFileError(f"{source} holds two keys with one `id`: delete one of them")
-    return entries
 
 
 class KeyFile:

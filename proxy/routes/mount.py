@@ -1,19 +1,19 @@
 """Put the routes on an application."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping
 
 from fastapi import FastAPI
-from starlette.routing import BaseRoute, Match
+from fastapi.routing import APIRoute
+from starlette.routing import Match
 
-from proxy.monitoring.middleware import Observer
+from proxy.monitoring.middleware import Monitor, Observer
 from proxy.routes.base import Route
 from proxy.routes.credentials import TenantOf
-from proxy.routes.endpoint import Endpoint, alias_routes, endpoint_routes
-from proxy.routes.paths import fill
+from proxy.routes.endpoint import Endpoint
+from proxy.routes.paths import OtherPaths, Paths
 from proxy.routes.routes import all_routes
-from proxy.routes.session_prefix import session_prefix
 from proxy.turn.services import Services
-from proxy.types import Scope
+from proxy.types import ASGIApp, Receive, Scope, Send
 
 
 def mount(
@@ -24,54 +24,74 @@ def mount(
     *,
     inside_vllm: bool,
     disabled: Collection[str] = (),
-) -> dict[tuple[str, str], Endpoint]:
-    """Add the routes to `app`, then their aliases. Where two match a request, the one added first serves it.
+) -> dict[tuple[str, str], ASGIApp]:
+    """Add the routes to `app`. Where two match a request, the one added first serves it.
 
     Returns the endpoints of fixed paths, by method and path.
 
     Args:
         services: returns the services of a request; called for each request.
         tenant_of: returns the tenant of a request; called for each request to a route that needs it.
-        observer: gets a report of each request.
+        observer: inside vLLM, gets a report of each request to one of these routes.
         inside_vllm: whether `app` is vLLM's own, which serves the other routes itself.
         disabled: canonical paths of routes that are not added.
     """
     existing = list(app.router.routes)
-    mounted = [route for route in all_routes() if route.path not in disabled]
+    fixed: dict[tuple[str, str], ASGIApp] = {}
+    for route in all_routes():
+        if route.path in disabled or (inside_vllm and not route.inside_vllm):
+            continue
+        if inside_vllm and route.replaces_engine_route:
+            scope = {"type": "http", "method": route.methods[0], "path": route.path, "root_path": ""}
+            if not any(own.matches(scope)[0] is Match.FULL for own in existing):
+                continue
+        endpoint: ASGIApp = Endpoint(route, services, tenant_of, inside_vllm=inside_vllm)
+        if inside_vllm:  # in front of vLLM, the application's first middleware observes every request
+            endpoint = Monitor(endpoint, observer)
+        for method in route.methods:
+            app.router.routes.append(_api_route(route, method, endpoint))
+            if "{" not in route.path:
+                fixed.setdefault((method, route.path), endpoint)
     if inside_vllm:
-        mounted = [route for route in mounted if _belongs_inside_vllm(route, existing)]
-    # vLLM's middleware sets no scopes; its own flags enable or disable its routes
-    endpoints = [
-        Endpoint(route, services, tenant_of, observer, checks_scopes=not inside_vllm) for route in mounted
-    ]
-    for endpoint in endpoints:
-        if not endpoint.route.catches_all:
-            app.router.routes.extend(endpoint_routes(endpoint))
-    for endpoint in endpoints:
-        free = [path for path in endpoint.route.aliases if not _serves(existing, endpoint.route, path)]
-        app.router.routes.extend(alias_routes(endpoint, free))
-    app.router.routes.append(session_prefix(app))
-    for endpoint in endpoints:
-        if endpoint.route.catches_all:
-            app.router.routes.extend(endpoint_routes(endpoint))
-    return {
-        (method, path): endpoint
-        for endpoint in reversed(endpoints)  # of two with one path, the first serves it
-        for path in (endpoint.route.path, *endpoint.route.aliases)
-        for method in endpoint.route.methods
-        if "{" not in path
-    }
+        app.router.routes.append(OtherPaths(app, Paths({path for _, path in fixed})))
+    return fixed
 
 
-def _belongs_inside_vllm(route: Route, existing: Sequence[BaseRoute]) -> bool:
-    """Whether vLLM's own application gets a route, next to those that it has."""
-    if route.replaces_engine_route and not _serves(existing, route, route.path):
-        return False
-    return route.inside_vllm
+def _api_route(route: Route, method: str, endpoint: ASGIApp) -> APIRoute:
+    """A FastAPI route that leaves the request to its endpoint: no parsing, no validation, no copies."""
+
+    async def described() -> None:
+        """What FastAPI's OpenAPI page examines."""
+
+    added = APIRoute(
+        route.path,
+        described,
+        methods=[method],
+        name=type(route).__name__,
+        summary=route.summary or None,
+        description=route.description,
+        openapi_extra=route.openapi or None,
+        include_in_schema=route.is_public and not route.catches_all and method == route.methods[0],
+        response_model=None,
+    )
+    added.app = endpoint
+    return added
 
 
-def _serves(existing: Sequence[BaseRoute], route: Route, template: str) -> bool:
-    """Whether the application's own routes serve an alias already: a plugin must not replace them."""
-    path = fill(template, {"session": "any", "consumer": "any", "response_id": "any", "file": "any"})
-    scopes = [{"type": "http", "method": method, "path": path, "root_path": ""} for method in route.methods]
-    return any(own.matches(scope)[0] is Match.FULL for own in existing for scope in scopes)
+class DirectRoutes:
+    """A middleware that passes a request to its endpoint by method and path, and others to the application.
+
+    Starlette's router, FastAPI's dependency stack and their handling of exceptions take 80 us of a request;
+    an endpoint of ours needs none of them.
+    """
+
+    def __init__(self, app: ASGIApp, endpoints: Mapping[tuple[str, str], ASGIApp]) -> None:
+        self._app = app
+        self._endpoints = endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        endpoint = None
+        if scope["type"] == "http":
+            endpoint = self._endpoints.get((scope["method"], scope["path"]))
+        await (endpoint or self._app)(scope, receive, send)

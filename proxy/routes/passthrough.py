@@ -1,17 +1,13 @@
 """Passes all other routes through to the engine."""
 
-from collections.abc import Mapping
-
 from proxy.errors import BadRequest
 from proxy.fields import join, parse
 from proxy.fleet.routing import BYTES_PER_ID, Routing, body_digest
 from proxy.history.store import session_id
 from proxy.http import Request, Response
-from proxy.routes.base import Route
+from proxy.routes.admin import named_replica
+from proxy.routes.base import Route, parsed
 from proxy.routes.credentials import unverified_tenant
-from proxy.routes.engine_admin import named_replica
-from proxy.routes.large_bodies import parsed
-from proxy.routes.paths import engine_path
 from proxy.routes.scopes import KeyScope, scope_of_engine_route
 from proxy.routes.session_names import session_name
 from proxy.turn.services import Services
@@ -41,10 +37,6 @@ class PassThrough(Route):
     inside_vllm = False
     needs_tenant = False
     catches_all = True
-
-    def canonical_path(self, path: str, parameters: Mapping[str, str]) -> str:
-        """See `Route.canonical_path`; `/models` is `/v1/models` here."""
-        return engine_path(path)
 
     def needed_scope(self, method: str, path: str) -> KeyScope | None:
         """See `Route.needed_scope`."""

@@ -8,13 +8,11 @@ from proxy.dialects.responses.dialect import COMPACT_PATH, PATH, CompactDialect,
 from proxy.dialects.responses.ids import is_response_id
 from proxy.dialects.responses.records import ResponseRecord, recall
 from proxy.dialects.responses.request import read_request
-from proxy.errors import BadRequest, EngineUnavailable, NotFound
+from proxy.errors import BadRequest, NotFound
 from proxy.history.store import StoreError, session_id
-from proxy.http import Request, Response, query_value
-from proxy.routes.base import Route
-from proxy.routes.large_bodies import parsed
+from proxy.http import Request, Response, json_response, query_value
+from proxy.routes.base import Route, StoreRoute, parsed
 from proxy.routes.scopes import KeyScope
-from proxy.routes.store_route import StoreRoute
 from proxy.routes.turns import serve_dialect
 from proxy.turn.services import Services
 
@@ -59,14 +57,11 @@ class _Stored:
         self._history = services.history
 
     async def read(self, names: Iterable[str]) -> dict[str, bytes]:
-        """Those of these names that are stored. Raises EngineUnavailable if the store does not respond."""
+        """Those of these names that are stored. Raises StoreError."""
         asked = {session_id(self._tenant, name): name for name in names}
         if not asked:
             return {}
-        try:
-            found = await self._history.store.documents.read(list(asked))
-        except StoreError as error:
-            raise EngineUnavailable(f"the store does not respond, try again later: {error}") from error
+        found = await self._history.store.documents.read(list(asked))
         return {asked[name]: content for name, content in found.items()}
 
     async def keep(self, name: str, content: bytes) -> bool:
@@ -91,25 +86,25 @@ class OneResponse(StoreRoute):
         """See `Route.needed_scope`: who may sample may also read and delete what was sampled."""
         return KeyScope.INFERENCE
 
-    async def reply(self, request: Request, services: Services) -> tuple[int, object]:
+    async def answer(self, request: Request, services: Services, /) -> Response:
         """GET: the response as its client got it. DELETE: `{"id", "object", "deleted"}`."""
         name = _name(request)
         document = session_id(request.tenant, name)
         if request.method == "DELETE":
             if not await services.history.store.documents.delete(document):
                 raise _unknown(name)
-            return 200, {"id": name, "object": "response", "deleted": True}
+            return json_response({"id": name, "object": "response", "deleted": True})
         if query_value(request, "stream", "false") == "true":
             raise BadRequest("`stream` is not supported: a stored response is complete", param="stream")
         found = await services.history.store.documents.read([document])
         if document not in found:
             raise _unknown(name)
-        return 200, msgspec.json.decode(found[document], type=ResponseRecord).response
+        return json_response(msgspec.json.decode(found[document], type=ResponseRecord).response)
 
 
 def _name(request: Request) -> str:
     """The id of the response in a path. Raises NotFound if there is no response with such an id."""
-    name = request.path.partition("?")[0].split("/")[3]
+    name = request.parameters["response_id"]
     if not is_response_id(name):
         raise _unknown(name)
     return name

@@ -1,19 +1,23 @@
 """The list of all routes. A new route is a class in a file of its own and a line here."""
 
-from proxy.dialects.chat import ChatDialect
-from proxy.dialects.completions import CompletionsDialect
-from proxy.dialects.generate import GenerateDialect
-from proxy.dialects.tokens import TokensDialect
-from proxy.routes.admin import Drain, Replicas
+from proxy.dialects.chat import ChatDialect, TokensDialect
+from proxy.dialects.prompts import CompletionsDialect, GenerateDialect
+from proxy.routes.admin import Drain, Replicas, engine_admin_routes
 from proxy.routes.base import Route
 from proxy.routes.count_tokens import CountTokens
-from proxy.routes.engine_admin import engine_admin_routes
 from proxy.routes.feed import FeedAcknowledge, FeedConsumers, FeedSamples, OneFeedConsumer
 from proxy.routes.messages import MessagesRoute
 from proxy.routes.passthrough import PassThrough
 from proxy.routes.responses import CompactResponses, OneResponse, Responses
-from proxy.routes.session_end import FinishSession, SessionEnd
-from proxy.routes.sessions import OneSession, SessionReward, Sessions, SessionSamples, SessionTraces
+from proxy.routes.sessions import (
+    FinishSession,
+    OneSession,
+    SessionEnd,
+    SessionReward,
+    Sessions,
+    SessionSamples,
+    SessionTraces,
+)
 from proxy.routes.status import Health, MetricsPage, Ready, Root
 from proxy.routes.tokenize import Tokenize
 from proxy.routes.trl import trl_routes

@@ -11,7 +11,6 @@ All of them name explicit sessions of the request's tenant.
 
 import re
 from hashlib import blake2b
-from urllib.parse import unquote
 
 import msgspec
 
@@ -39,9 +38,8 @@ _NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:@+=-]{1,200}")
 
 
 def session_in_path(request: Request) -> str:
-    """The session after `/v1/sessions/` in a path. Raises BadRequest."""
-    name = request.path.partition("?")[0].split("/")[3]
-    return check_name(unquote(name), "session")
+    """The session in the path of a route. Raises BadRequest."""
+    return check_name(request.parameters["session"], "session")
 
 
 def unknown_session(name: str) -> NotFound:

@@ -8,12 +8,20 @@ import msgspec
 
 from proxy.errors import BadRequest
 from proxy.fields import parse, raw_value, read
-from proxy.history.store import MAX_DESCRIPTION_BYTES, Cursor, Session, session_id
+from proxy.history.feed import Cause
+from proxy.history.store import MAX_DESCRIPTION_BYTES, Session, session_id
 from proxy.history.turn import Turn, new_id, unpack_alternatives, unpack_ids, unpack_logprobs
-from proxy.http import Request, query_value
-from proxy.routes.sample_fields import requested_classes, requested_layout, requested_shared
+from proxy.http import Request, Response, json_response, query_value
+from proxy.routes.base import StoreRoute
+from proxy.routes.parameters import (
+    next_page,
+    number,
+    requested_classes,
+    requested_layout,
+    requested_page,
+    requested_shared,
+)
 from proxy.routes.session_names import check_name, session_in_path, unknown_session
-from proxy.routes.store_route import StoreRoute, number
 from proxy.samples.classes import agents_of, classes_of
 from proxy.samples.samples import samples_of
 from proxy.samples.turn_json import session_fields, traces_of, turn_fields
@@ -21,7 +29,6 @@ from proxy.turn.services import Services
 from proxy.types import Fields
 
 _DESCRIPTION = ("defaults", "overrides", "metadata")
-_MOST_LISTED = 1000
 _AMBIGUOUS = (
     "another rollout held an equal conversation, so turns of the two may have been confused: name a session "
     "with X-Session-ID or the base URL /sessions/ID/v1"
@@ -39,17 +46,15 @@ class Sessions(StoreRoute):
     methods = ("POST", "GET")
     summary = "Create a session, or list the most recently used ones"
 
-    async def reply(self, request: Request, services: Services) -> tuple[int, object]:
+    async def answer(self, request: Request, services: Services, /) -> Response:
         """POST: `{"id", "defaults", "overrides", "metadata"}`, all optional. GET: `?limit=&before=`."""
         if request.method == "POST":
             return await _save(request, services)
         limit, before = requested_page(request)
         sessions = await services.history.store.sessions(limit=limit, tenant=request.tenant, before=before)
-        return 200, {
-            "object": "list",
-            "data": [_described(session) for session in sessions],
-            "next": next_page(sessions[-1]) if len(sessions) == limit else None,
-        }
+        following = next_page(sessions[-1]) if len(sessions) == limit else None
+        listed = [_described(session) for session in sessions]
+        return json_response({"object": "list", "data": listed, "next": following})
 
 
 class OneSession(StoreRoute):
@@ -59,7 +64,7 @@ class OneSession(StoreRoute):
     methods = ("GET", "DELETE")
     summary = "A session with the tree of its turns"
 
-    async def reply(self, request: Request, services: Services) -> tuple[int, object]:
+    async def answer(self, request: Request, services: Services, /) -> Response:
         """GET: the description, `reward`, `agents`, and `turns` in order; `?ids=true` adds ids."""
         store, name = services.history.store, session_in_path(request)
         rollout = _rollout(request, name)
@@ -68,7 +73,7 @@ class OneSession(StoreRoute):
                 raise unknown_session(name)
             services.history.recorder.forget(rollout)
             services.fleet.conversations.end(rollout)
-            return 200, {"id": name, "object": "session", "deleted": True}
+            return json_response({"id": name, "object": "session", "deleted": True})
         session = await _session(request, name, services)
         rewards = await store.rewards(rollout)
         with_ids = query_value(request, "ids", "false") == "true"
@@ -80,7 +85,7 @@ class OneSession(StoreRoute):
             return {"agents": agents_of(turns, classes), "turns": shown}
 
         tree = await services.in_thread(show)
-        return 200, {**_described(session), "reward": rewards.get(""), **tree}
+        return json_response({**_described(session), "reward": rewards.get(""), **tree})
 
 
 class SessionSamples(StoreRoute):
@@ -90,7 +95,7 @@ class SessionSamples(StoreRoute):
     methods = ("GET",)
     summary = "A session's training samples, one for each leaf"
 
-    async def reply(self, request: Request, services: Services) -> tuple[int, object]:
+    async def answer(self, request: Request, services: Services, /) -> Response:
         """`?shared=once|each`, `?layout=plain|trl|verl|prime-rl|skyrl`, `?class=`.
 
         `{"id", "samples", "refused"}`.
@@ -101,12 +106,12 @@ class SessionSamples(StoreRoute):
         session, rollout = await _session(request, name, services), _rollout(request, name)
         turns, rewards = await store.turns(rollout), await store.rewards(rollout)
 
-        def export() -> dict[str, object]:
+        def export() -> Response:
             result = samples_of(turns, rewards, session=session, shared=shared, wanted=classes)
             rows = [layout.row(sample) for sample in result.samples]
-            return {"id": name, "samples": rows, "refused": result.refused}
+            return json_response({"id": name, "samples": rows, "refused": result.refused})
 
-        return 200, await services.in_thread(export)
+        return await services.in_thread(export)
 
 
 class SessionTraces(StoreRoute):
@@ -116,7 +121,7 @@ class SessionTraces(StoreRoute):
     methods = ("GET",)
     summary = "A session's turns, each with its whole prompt, for rLLM"
 
-    async def reply(self, request: Request, services: Services) -> tuple[int, object]:
+    async def answer(self, request: Request, services: Services, /) -> Response:
         """`?since=&limit=`: a list of rLLM's `TraceRecord`, in the order of the requests."""
         store, name = services.history.store, session_in_path(request)
         since = number("since", query_value(request, "since", "0"))
@@ -127,7 +132,9 @@ class SessionTraces(StoreRoute):
         turns = await store.turns(_rollout(request, name))
 
         most = None if math.isinf(limit) else int(limit)
-        return 200, await services.in_thread(lambda: traces_of(turns, name, since=since, limit=most))
+        return json_response(
+            await services.in_thread(lambda: traces_of(turns, name, since=since, limit=most))
+        )
 
 
 class SessionReward(StoreRoute):
@@ -136,7 +143,7 @@ class SessionReward(StoreRoute):
     path = "/v1/sessions/{session}/reward"
     summary = "Set the reward of a session, or of one of its turns"
 
-    async def reply(self, request: Request, services: Services) -> tuple[int, object]:
+    async def answer(self, request: Request, services: Services, /) -> Response:
         """`{"reward": 1.0}` for the session, with `"turn": ID` for a turn, or `{"rewards": {ID: 1.0}}`."""
         store, name, fields = services.history.store, session_in_path(request), parse(request.body)
         session = await _session(request, name, services)
@@ -150,7 +157,46 @@ class SessionReward(StoreRoute):
         if "" in rewards:
             services.fleet.conversations.end(rollout)
         stored: dict[str, Any] = {"id": name, "rewards": await store.rewards(rollout)}
-        return 200, {**stored, "warning": _AMBIGUOUS} if session.ambiguous else stored
+        return json_response({**stored, "warning": _AMBIGUOUS} if session.ambiguous else stored)
+
+
+class SessionEnd(StoreRoute):
+    """End a session, after which no request follows; its recorded turns stay."""
+
+    path = "/v1/sessions/{session}/end"
+    summary = "End a session: it no longer counts as load, and is finished in /v1/samples"
+
+    async def answer(self, request: Request, services: Services, /) -> Response:
+        """`{"id", "object", "ended", "finished"}`. Recorded turns stay.
+
+        `ended` is false if no replica held it. `finished` is false if it has no turns, or is in `/v1/samples`
+        already and got no turns since.
+        """
+        return await _end(session_in_path(request), request, services)
+
+
+class FinishSession(StoreRoute):
+    """Ends a session under the path and parameter of vllm-router."""
+
+    path = "/finish_session"
+    inside_vllm = False
+    summary = "As /v1/sessions/{session}/end, for clients of vllm-router"
+
+    async def answer(self, request: Request, services: Services, /) -> Response:
+        """`?session_id=ID`; returns the same as `/v1/sessions/ID/end`."""
+        name = query_value(request, "session_id", "")
+        if not name:
+            raise BadRequest("`session_id` is required: /finish_session?session_id=ID", param="session_id")
+        return await _end(check_name(name, "session_id"), request, services)
+
+
+async def _end(name: str, request: Request, services: Services) -> Response:
+    rollout = _rollout(request, name)
+    # first: it needs no store
+    ended = services.fleet.conversations.end(rollout)
+    finished = await services.history.store.feed.finish(rollout, Cause.END)
+    services.history.feed_watch.notify()
+    return json_response({"id": name, "object": "session", "ended": ended, "finished": finished})
 
 
 def _rewards(fields: Fields) -> dict[str, float]:
@@ -168,7 +214,7 @@ def _rewards(fields: Fields) -> dict[str, float]:
     return rewards
 
 
-async def _save(request: Request, services: Services) -> tuple[int, object]:
+async def _save(request: Request, services: Services) -> Response:
     """Create a session, or change its description; fields that the request does not hold stay."""
     store, fields = services.history.store, parse(request.body or b"{}")
     field = "id" if raw_value(fields, "id") is not None else "session_id"  # rLLM's name for it
@@ -193,7 +239,7 @@ async def _save(request: Request, services: Services) -> tuple[int, object]:
     # the most recently used one, even if the clock was set back
     await store.pin(session.id, 0.0)
     saved = await store.session(session.id)
-    return (201 if before is None else 200), _described(saved or session)
+    return json_response(_described(saved or session), 201 if before is None else 200)
 
 
 def _description(fields: Fields) -> dict[str, Any]:
@@ -244,20 +290,3 @@ def _shown(turn: Turn, request_class: str, reward: float | None, with_ids: bool)
             for each in unpack_alternatives(turn.alternatives)
         ] or None
     return shown
-
-
-def requested_page(request: Request) -> tuple[int, Cursor | None]:
-    """The parameters `limit` and `before`, which is the field `next` or a time. Raises BadRequest."""
-    limit = number("limit", query_value(request, "limit", "100"))
-    if not 1 <= limit <= _MOST_LISTED:
-        raise BadRequest(f"`limit` must be between 1 and {_MOST_LISTED}", param="limit")
-    used, _, last = query_value(request, "before", "").partition(":")
-    seconds = number("before", used or "inf")
-    if math.isinf(seconds):
-        return int(limit), None
-    return int(limit), Cursor(seconds, session_id(request.tenant, last) if last else "")
-
-
-def next_page(last: Session) -> str:
-    """The `before` of the page after a session."""
-    return f"{last.used!r}:{last.name}"

@@ -1,9 +1,8 @@
 """Status: whether the process is alive, whether an engine responds, and what was counted."""
 
-import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
+from proxy.http import BytesResponse, Request, Response, json_response
 from proxy.routes.base import Route
 from proxy.routes.scopes import KeyScope
 from proxy.turn.services import Services
@@ -18,14 +17,9 @@ class Root(Route):
     observed = False
     summary = "The base URL responds"
 
-    @property
-    def aliases(self) -> list[str]:
-        """See `Route.aliases`; there are none."""
-        return []
-
     async def answer(self, request: Request, services: Services, /) -> Response:
         """Always 200."""
-        return BytesResponse(200, list(JSON_HEADERS), b'{"status":"ok"}')
+        return json_response({"status": "ok"})
 
 
 class Health(Route):
@@ -41,7 +35,7 @@ class Health(Route):
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """Always 200."""
-        return BytesResponse(200, list(JSON_HEADERS), b'{"status":"ok"}')
+        return json_response({"status": "ok"})
 
 
 class Ready(Route):
@@ -71,8 +65,7 @@ class Ready(Route):
             names = ("paused", "updating")
             told |= {name: value for name in names if (value := getattr(weights, name))}
             told |= {"weight_version": weights.version} if weights.version is not None else {}
-        body = msgspec.json.encode({"ready": ready, **told, **details})
-        return BytesResponse(200 if ready else 503, list(JSON_HEADERS), body)
+        return json_response({"ready": ready, **told, **details}, 200 if ready else 503)
 
 
 class MetricsPage(Route):

@@ -18,12 +18,10 @@ from proxy.errors import BadRequest, NotFound
 from proxy.fields import join, parse, raw_value, read
 from proxy.history.given import append_messages
 from proxy.history.given_images import place_images
-from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
-from proxy.routes.base import Route
-from proxy.routes.large_bodies import parsed
-from proxy.turn.message_ids import take_prefix
+from proxy.http import Request, Response, json_response
+from proxy.routes.base import Route, parsed
 from proxy.turn.request import ChatRequest, RequiredPrefix
-from proxy.turn.required_prefix import PrefixRefused, render_with_prefix
+from proxy.turn.required_prefix import PrefixRefused, render_with_prefix, take_prefix
 from proxy.turn.sending import served_model
 from proxy.turn.services import Services
 from proxy.types import Fields, Headers
@@ -36,7 +34,6 @@ class Tokenize(Route):
 
     path = _PATH
     needs_tenant = False  # vLLM requires no credential here
-    under_v1 = True  # SDK clients with a base URL that ends in /v1 request it under /v1
     summary = "Tokenise; append to ids; keep a prefix of ids"
 
     async def answer(self, request: Request, services: Services, /) -> Response:
@@ -102,7 +99,7 @@ async def _append(request: ChatRequest, services: Services) -> Response:
         return tokenizer.token_strings(values) if strings else None
 
     token_strs = await services.in_thread(check)
-    return _json(
+    return json_response(
         {
             "count": ids.count + len(made.appended),
             "max_model_len": model.max_model_len,
@@ -127,7 +124,7 @@ async def _keep_prefix(
     if read(fields, "return_token_strs", bool):
         tokenizer = model.require_tokenizer()
         token_strs = await services.in_thread(lambda: tokenizer.token_strings(tokens))
-    return _json(
+    return json_response(
         {
             **spliced.rendered,
             "tokens": msgspec.Raw(spliced.prompt),
@@ -135,7 +132,3 @@ async def _keep_prefix(
             "token_strs": token_strs,
         }
     )
-
-
-def _json(value: object) -> BytesResponse:
-    return BytesResponse(200, list(JSON_HEADERS), msgspec.json.encode(value))

@@ -8,21 +8,15 @@ import asyncio
 import re
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
 
-import msgspec
-
-from proxy.errors import BadRequest, EngineUnavailable, Forbidden, NotFound
+from proxy.errors import BadRequest, Forbidden, NotFound
 from proxy.history.scope import recorded_with
-from proxy.history.store import Session, StoreError, session_id
+from proxy.history.store import Session, session_id
 from proxy.history.turn import Turn
-from proxy.http import JSON_HEADERS, BytesResponse, Request, Response, query_value
-from proxy.routes.base import Route
-from proxy.routes.parameters import check_parameters
-from proxy.routes.scopes import KeyScope
+from proxy.http import JSON_HEADERS, BytesResponse, Request, Response, json_response, query_value
+from proxy.routes.base import Route, StoreRoute
+from proxy.routes.parameters import check_parameters, next_page, number, requested_page
 from proxy.routes.session_names import session_in_path, unknown_session
-from proxy.routes.sessions import next_page, requested_page
-from proxy.routes.store_route import StoreRoute, number
 from proxy.samples.tree import TurnTree, path_of
 from proxy.turn.services import Services
 from proxy.types import Headers
@@ -45,6 +39,7 @@ _PAGE_HEADERS: Headers = [
 ]
 _DATA_HEADERS: Headers = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
 """Of responses that hold recorded data."""
+_JSON_DATA: Headers = [*_DATA_HEADERS, *JSON_HEADERS]
 
 
 class ViewerPage(Route):
@@ -59,11 +54,6 @@ class ViewerPage(Route):
 
     def __init__(self) -> None:
         self._files = load_files()
-
-    @property
-    def aliases(self) -> list[str]:
-        """See `Route.aliases`; `ViewerSlash` serves the other path."""
-        return []
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """HTML. 401 without a key where one is needed (the page then asks for it), 403 without `read`."""
@@ -81,11 +71,6 @@ class ViewerSlash(Route):
     needs_tenant = False
     key_scope = None
     summary = "Redirects to /viewer"
-
-    @property
-    def aliases(self) -> list[str]:
-        """See `Route.aliases`; there are none."""
-        return []
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """307."""
@@ -108,7 +93,7 @@ class ViewerFile(Route):
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """One of the package's files; 404 for all other names."""
-        file = self._files.get(request.path.partition("?")[0].split("/")[3])
+        file = self._files.get(request.parameters["file"])
         if file is None:
             raise NotFound("the viewer has no such file", param="file", code="file_not_found")
         return _file_response(file, request, 200)
@@ -120,25 +105,24 @@ class ViewerSessions(StoreRoute):
     path = "/viewer/sessions"
     is_public = False
     methods = ("GET",)
-    response_headers: ClassVar[Headers] = [*_DATA_HEADERS, *JSON_HEADERS]
     summary = "The list of sessions with a search, for the page"
 
-    async def reply(self, request: Request, services: Services) -> tuple[int, object]:
+    async def answer(self, request: Request, services: Services, /) -> Response:
         """`?search=&limit=&before=`. See `proxy.viewer.session_list`."""
         check_parameters(request, ("search", "limit", "before"))
         store, (limit, before) = services.history.store, requested_page(request)
         search = query_value(request, "search", "")
         found, last = await list_sessions(store, request.tenant, search, before, limit)
         following = next_page(last) if last is not None else None
-        return 200, {"object": "list", "data": await rows_of(store, found), "next": following}
+        page = {"object": "list", "data": await rows_of(store, found), "next": following}
+        return json_response(page, headers=_JSON_DATA)
 
 
-class ViewerDataRoute(Route):
+class ViewerDataRoute(StoreRoute):
     """Base of the routes that read one session. Their format is the page's own, and may change with it."""
 
     methods = ("GET",)
     is_public = False
-    key_scope = KeyScope.READ
     store_seconds = 30.0
     parameters: tuple[str, ...] = ()
     """Names in the query."""
@@ -148,14 +132,11 @@ class ViewerDataRoute(Route):
         check_parameters(request, self.parameters)
         store, name = services.history.store, session_in_path(request)
         rollout = session_id(request.tenant, name)
-        try:
-            session = await store.session(rollout)
-            if session is None:
-                raise unknown_session(name)
-            turns = await store.turns(rollout) if self.needs_turns(request, session) else []
-            rewards = await store.rewards(rollout)
-        except StoreError as error:
-            raise EngineUnavailable(f"the store does not respond, try again later: {error}") from error
+        session = await store.session(rollout)
+        if session is None:
+            raise unknown_session(name)
+        turns = await store.turns(rollout) if self.needs_turns(request, session) else []
+        rewards = await store.rewards(rollout)
         return await self.show(request, services, Recording(session, turns, rewards))
 
     def needs_turns(self, request: Request, session: Session) -> bool:
@@ -181,10 +162,11 @@ class ViewerSession(ViewerDataRoute):
         page has seen, there are no turns if the session was not used since.
         """
         since = number("since", query_value(request, "since", "-inf"))
-        body = await asyncio.to_thread(
-            lambda: msgspec.json.encode(session_tree(found.session, found.turns, found.rewards, since))
+        return await asyncio.to_thread(
+            lambda: json_response(
+                session_tree(found.session, found.turns, found.rewards, since), headers=_JSON_DATA
+            )
         )
-        return _data(body)
 
     def needs_turns(self, request: Request, session: Session) -> bool:
         """See `ViewerDataRoute.needs_turns`: an open page asks every two seconds."""
@@ -220,10 +202,10 @@ class ViewerDrift(ViewerDataRoute):
             raise BadRequest(f"`basis` must be one of {', '.join(Basis)}", param="basis")
         tokenizer, note = _tokenizer(services, path[-1])
 
-        def compare() -> bytes:
-            return msgspec.json.encode(drift_lane(found.turns, path, chosen, tokenizer, note))
+        def compare() -> Response:
+            return json_response(drift_lane(found.turns, path, chosen, tokenizer, note), headers=_JSON_DATA)
 
-        return _data(await asyncio.to_thread(compare))
+        return await asyncio.to_thread(compare)
 
 
 def _path(request: Request, turns: Sequence[Turn]) -> list[Turn]:
@@ -244,10 +226,6 @@ def _tokenizer(services: Services, turn: Turn) -> tuple[ChatTokenizer | None, st
     if recorded_with(turn, model.tokenizer.fingerprint):
         return model.tokenizer, ""
     return model.tokenizer, "recorded with another tokenizer or chat template: texts may be wrong"
-
-
-def _data(body: bytes) -> Response:
-    return BytesResponse(200, [*_DATA_HEADERS, *JSON_HEADERS], body)
 
 
 def _file_response(file: StaticFile, request: Request, status: int) -> Response:

@@ -7,13 +7,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, Field, SecretStr, field_validator, model_validator
 
-from proxy.fleet.membership import MembershipError, normalise_upstream, read_upstreams
-from proxy.history.store import Limits
-from proxy.routes.key_file import read_keys
 from proxy.settings.flags import Flag
-from proxy.stores.urls import make_store
-from proxy.turn.model_aliases import parse_alias
 from proxy.turn.request import ThinkingPolicy
+from proxy.urls import normalise_upstream, read_upstreams
 
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9._-]+|[0-9A-Fa-f:]+")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
@@ -104,21 +100,11 @@ class EngineSettings(BaseModel):
             return [f"{name}={model}" for name, model in value.items()]
         return _split(value)
 
-    @field_validator("model_aliases", mode="after")
-    @classmethod
-    def _are_aliases(cls, aliases: list[str]) -> list[str]:
-        for alias in aliases:
-            parse_alias(alias)
-        return aliases
-
     @field_validator("upstreams_file", mode="after")
     @classmethod
     def _is_a_list(cls, file: Path | None) -> Path | None:
         if file is not None:
-            try:
-                read_upstreams(file)
-            except MembershipError as error:
-                raise ValueError(str(error)) from error
+            read_upstreams(file)
         return file
 
 
@@ -210,14 +196,7 @@ class ServerSettings(BaseModel):
                 )
         return origins
 
-    @field_validator("api_key_file", mode="after")
-    @classmethod
-    def _holds_keys(cls, file: Path | None) -> Path | None:
-        if file is not None:
-            read_keys(file)
-        return file
-
-    _tls_files_exist = field_validator("tls_cert", "tls_key", mode="after")(_existing)
+    _files_exist = field_validator("api_key_file", "tls_cert", "tls_key", mode="after")(_existing)
 
     @model_validator(mode="after")
     def _tls_is_complete(self) -> Self:
@@ -298,9 +277,3 @@ class RecordingSettings(BaseModel):
     cache_bytes: Annotated[int, Flag(default="1 GiB")] = Field(
         default=2**30, ge=0, description="memory for recently used conversations and their ids"
     )
-
-    @field_validator("store", mode="after")
-    @classmethod
-    def _store_exists(cls, url: str) -> str:
-        make_store(url, Limits())
-        return url

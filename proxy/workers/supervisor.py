@@ -22,12 +22,13 @@ import tempfile
 import time
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from proxy.settings import Settings
-from proxy.workers.messages import END_S, Command, Start
 from proxy.workers.metrics import add_process, metrics_environment, worker_ended
 
 log = logging.getLogger("tokenproxy")
@@ -38,6 +39,35 @@ LONGEST_PAUSE_S = 30.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _PROGRAM = "import sys; sys.path[:] = {!r}; from proxy.workers.worker import main; main()"
 """A worker imports from the same folders as its parent, independent of the current folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The first message to a worker."""
+
+    worker: int
+    """Its number, from 1; a worker that replaces another one gets its number."""
+    settings: Settings
+    sockets: tuple[int, ...]
+    """File descriptors of the sockets that all workers listen on."""
+    metrics: Path
+    """Folder with the metrics of all workers."""
+
+
+class Command(StrEnum):
+    """A later message to a worker."""
+
+    STOP = "stop"
+    """Drain, as after a first signal."""
+    CUT = "cut"
+    """Cut the requests that still run, as after a second signal."""
+
+
+STARTED = "started"
+"""The message of a worker once it accepts connections."""
+
+END_S = 15.0
+"""Seconds after `stop_delay_s` and `drain_s` in which a worker must have cut its requests and ended."""
 
 
 def run_workers(settings: Settings) -> int:

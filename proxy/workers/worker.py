@@ -24,8 +24,8 @@ import uvicorn
 from proxy.monitoring.logs import configure_logs
 from proxy.server import Server, server_config
 from proxy.turn.running import RunningRequests
-from proxy.workers.messages import END_S, STARTED, Command, Start
 from proxy.workers.metrics import shared_metrics
+from proxy.workers.supervisor import END_S, STARTED, Command, Start
 
 log = logging.getLogger("tokenproxy")
 

@@ -14,4 +14,10 @@ os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # else transformers warns
 for name in ("torch", "vllm"):
     sys.modules[name] = None  # type: ignore[assignment]  # the import system raises ModuleNotFoundError for None
 
-hypothesis.settings.register_profile("fast", deadline=None, max_examples=15, derandomize=True)
+hypothesis.settings.register_profile(
+    "fast",
+    deadline=None,
+    max_examples=15,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)

@@ -30,11 +30,11 @@ _FOR_ALL = [
     "proxy.metrics",
     "proxy.monitoring.exchange",
     "proxy.monitoring.middleware",
-    "proxy.monitoring.request_ids",
     "proxy.monitoring.spans",
+    "proxy.monitoring.tracing",
     "proxy.types",
+    "proxy.urls",
     "proxy.turn.request",
-    "proxy.turn.visible",
 ]
 
 
@@ -45,7 +45,7 @@ def _imports(path: Path) -> set[str]:
             found.add(node.module)
         elif isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
-    return {name for name in found if name.split(".")[0] in ("proxy", "tokenization")}
+    return {name for name in found if name.startswith(("proxy.", "tokenization"))}
 
 
 def _is_in(module: str, packages: list[str]) -> bool:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from proxy.dialects.messages.conversation import chat_messages
-from proxy.dialects.messages.options import chat_options
+from proxy.dialects.messages.dialect import chat_options
 from proxy.dialects.messages.request import read_turn
 from tests.support.message_shapes import SHAPES, assistant, user
 from tests.support.templates.families import template_files

@@ -12,8 +12,7 @@ from typing import Any
 
 import yaml
 
-from proxy.demo.children import child_environment, end_group
-from proxy.ports import free_port
+from proxy.children import child_environment, end_group, free_port
 from tests.support.utils import wait_until
 
 _BIN = Path(sys.executable).parent

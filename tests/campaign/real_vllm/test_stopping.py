@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.demo.children import group_members
+from proxy.children import group_members
 from proxy.history.turn import unpack_ids
 from tests.acceptance.formats import TOKENS, stream_of
 from tests.campaign.real_vllm.conftest import START_TIMEOUT_S, start_engine, wait_ready

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from proxy.demo.children import group_members
-from proxy.demo.errors import EngineStartError
+from proxy.children import group_members
+from proxy.demo import EngineStartError
 from proxy.demo.stack import EngineProcess
 
 _STUBBORN = """

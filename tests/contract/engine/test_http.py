@@ -4,9 +4,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from proxy.engine.http import HttpEngine, normalise_base_url
+from proxy.engine.http import HttpEngine
 from proxy.errors import EngineBroken, EngineTimeout
 from proxy.http import Request, Response
+from proxy.urls import normalise_base_url
 from tests.support.fake_vllm import Canned, FakeVllm
 
 _CHAT = "/v1/chat/completions"

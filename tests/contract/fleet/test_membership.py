@@ -8,12 +8,13 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.fleet.membership import Membership, MembershipError, normalise_upstream, resolve_host
+from proxy.fleet.membership import Membership, resolve_host
 from proxy.fleet.replica import Replica
 from proxy.history.store import Limits
 from proxy.settings import SettingsError, load_settings
 from proxy.stores.fleet_words import StoredWords
 from proxy.stores.memory import MemoryStore
+from proxy.urls import UpstreamsError, normalise_upstream
 from tests.contract.fleet.memory_engine import MemoryEngine, fleet_of, replica_of
 from tests.support.fake_vllm import FakeVllm
 from tests.support.stepped import elapse, stepped
@@ -109,7 +110,7 @@ async def test_a_name_is_resolved_again_and_a_failure_changes_nothing(
 
     async def resolve(url: str) -> list[str]:
         if not addresses:
-            raise MembershipError("the name server is down")
+            raise UpstreamsError("the name server is down")
         return list(addresses)
 
     async with _membership("dns+http://engines:8000", resolve=resolve) as (membership, _):
@@ -151,9 +152,9 @@ async def test_a_file_is_read_again_and_a_new_password_makes_a_new_replica(
 
 async def test_a_name_stands_for_its_addresses() -> None:
     assert "http://127.0.0.1:8000" in await resolve_host("dns+http://localhost:8000")
-    with pytest.raises(MembershipError, match=r"no-such-name\.invalid"):
+    with pytest.raises(UpstreamsError, match=r"no-such-name\.invalid"):
         await resolve_host("dns+http://no-such-name.invalid:8000")
-    with pytest.raises(MembershipError, match=r"docs/ray\.md"):
+    with pytest.raises(UpstreamsError, match=r"docs/ray\.md"):
         await resolve_host("ray-actor://engines")
 
 

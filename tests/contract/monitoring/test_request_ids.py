@@ -6,7 +6,7 @@ import re
 import httpx
 import pytest
 
-from proxy.monitoring.request_ids import LONGEST
+from proxy.monitoring.middleware import LONGEST
 from tests.support.fake_vllm import Canned, FakeVllm, Reply
 from tests.support.talk import CHAT
 from tests.support.utils import EVERY_SPELLING

@@ -9,7 +9,6 @@ import httpx
 import pytest
 
 from proxy.app import create_app
-from proxy.routes.routes import all_routes
 from proxy.settings import Settings
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.talk import CHAT, Talk, user
@@ -23,19 +22,16 @@ _ALIASED: dict[str, dict[str, Any]] = {
     "/v1/messages": {"model": "tiny", "max_tokens": 8, **_HI},
     "/tokenize": {"prompt": "hello"},
     "/v1/sessions": {"id": "aliased"},
-    "/v1/sessions/{session}/reward": {"reward": 1},
+    "/v1/sessions/aliased/reward": {"reward": 1},
     "/v1/samples/ack": {"consumer": "aliased", "cursor": "0"},
 }
 
 
 def test_an_alias_answers_as_the_route_does(client: httpx.Client) -> None:
     client.post("/v1/sessions", json={"id": "aliased"})
-    aliases = {route.path: route.aliases for route in all_routes()}
     for path, body in _ALIASED.items():
-        answers = [
-            client.post(alias.replace("{session}", "aliased"), json=body) for alias in (path, *aliases[path])
-        ]
-        assert len(answers) > 1
+        other = path.removeprefix("/v1") if path.startswith("/v1") else f"/v1{path}"
+        answers = [client.post(alias, json=body) for alias in (path, other, f"{path}/", f"{other}/")]
         assert {answer.status_code for answer in answers} == {200}, path
         assert {tuple(answer.json()) for answer in answers} == {tuple(answers[0].json())}
 

@@ -87,11 +87,11 @@ async def test_it_keeps_trying(client: httpx.Client, fake: FakeVllm) -> None:
     transport, url = _Breakable(), str(client.base_url).rstrip("/")
     async with httpx.AsyncClient(transport=transport) as breakable:
         views = _views(breakable, url, 0.0)
-        assert f"nothing responds at {url}: refused" in _text(await anext(views))
+        assert f"nothing responds at {url}: refused" in _text((await anext(views))[0])
         transport.down = False
-        assert re.search(rf"(?m)^{fake.url} +ready", _text(await anext(views)))
+        assert re.search(rf"(?m)^{fake.url} +ready", _text((await anext(views))[0]))
         transport.down = True
-        old = _text(await anext(views))
+        old = _text((await anext(views))[0])
     assert re.search(rf"the values below are old; trying again.*{fake.url} +ready", old, re.DOTALL)
 
 

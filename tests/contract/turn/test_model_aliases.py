@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from proxy.services import check_settings
 from proxy.settings import SettingsError, load_settings
 from proxy.turn.model_aliases import ModelAlias, ModelAliases, parse_alias
 from tests.support.fake_vllm import FakeVllm, Variant
@@ -105,4 +106,4 @@ def test_the_setting(tmp_path: Path) -> None:
     assert parse_alias("haiku=org/model=1") == ModelAlias("haiku", "org/model=1")
     for wrong in ("haiku", "=m", "haiku=", " = "):
         with pytest.raises(SettingsError, match=r"model_aliases: .*NAME=MODEL"):
-            load_settings(model_aliases=[wrong])
+            check_settings(load_settings(model_aliases=[wrong]), 1)

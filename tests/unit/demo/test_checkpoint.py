@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from proxy.demo import CheckpointError, MissingPackageError
 from proxy.demo.checkpoint import ensure_checkpoint
-from proxy.demo.errors import CheckpointError, MissingPackageError
 
 
 @pytest.fixture

@@ -1,17 +1,50 @@
-"""Child processes of the demo: their environment, and how to end a process group."""
+"""Servers that this process starts: their environment, their ports, and how to end a process group.
+
+`python -m proxy.children COMMAND` runs a command until it ends, or the process that started it does. Its
+standard input is a pipe from its parent, which closes however the parent ends, by SIGKILL too. The command
+and its own processes then get SIGTERM, and SIGKILL when `GRACE_S` seconds have passed.
+"""
 
 import os
+import random
 import signal
+import socket
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 
+GRACE_S = 30.0
+_FOR_SERVERS = range(20_000, 32_000)
+"""Below the ports that Linux gives to connections of clients, from 32,768 on: one of them could take the port
+before the server listens, for which vLLM needs seconds."""
+_TRIES = 100
 _POLL_S = 0.05
 _KILL_GRACE_S = 5.0
 
 
+def free_port(host: str) -> int:
+    """A free TCP port of an address of this machine. Another server may take it before it is used.
+
+    Raises:
+        OSError: none was found, or `host` is no address of this machine.
+    """
+    problem = ""
+    for port in random.sample(_FOR_SERVERS, _TRIES):
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                problem = str(error)
+            else:
+                return port
+    raise OSError(f"{host!r} has no free port ({problem}): choose one, or another host")
+
+
 def child_environment() -> dict[str, str]:
     """This process's environment, with which a child imports the same `proxy` even if it is not installed."""
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).resolve().parents[1])
     before = os.environ.get("PYTHONPATH")
     return dict(os.environ) | {"PYTHONPATH": f"{root}{os.pathsep}{before}" if before else root}
 
@@ -66,3 +99,29 @@ def _signal_group(group: int, signal_number: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def main() -> None:
+    """Run the command; the exit code is its own."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent closes the pipe
+    command = subprocess.Popen(
+        sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_heed_signals
+    )
+    threading.Thread(target=_end_with_parent, args=[command.pid], daemon=True).start()
+    code = command.wait()
+    end_group(command.pid, GRACE_S)  # what it leaves behind, as a worker that holds a GPU
+    sys.exit(code)
+
+
+def _heed_signals() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _end_with_parent(group: int) -> None:
+    while os.read(sys.stdin.fileno(), 1024):
+        pass
+    end_group(group, GRACE_S)
+
+
+if __name__ == "__main__":
+    main()
