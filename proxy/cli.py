@@ -8,6 +8,7 @@ from typing import Any
 
 from proxy import __version__
 from proxy.agents.flags import add_commands
+from proxy.errors import UsageError
 from proxy.view_flags import add_view
 
 _DESCRIPTION = """\
@@ -124,15 +125,19 @@ where the model stopped. Exit code 1 if one of the chat or the token route does 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["vllm"]:
-        return _vllm(arguments[1:])
-    parser = _parser(arguments[0] if arguments else "")
-    options = parser.parse_args(arguments)
-    if options.command is None:
-        parser.print_help()
+    try:
+        if arguments[:1] == ["vllm"]:
+            return _vllm(arguments[1:])
+        parser = _parser(arguments[0] if arguments else "")
+        options = parser.parse_args(arguments)
+        if options.command is None:
+            parser.print_help()
+            return 2
+        code: int = options.run(options)
+        return code
+    except UsageError as error:
+        print(f"tokenproxy: {error}", file=sys.stderr)
         return 2
-    code: int = options.run(options)
-    return code
 
 
 def _parser(command: str) -> argparse.ArgumentParser:
@@ -287,33 +292,27 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 
 
 def _vllm(arguments: list[str]) -> int:
-    from proxy.vllm_launcher import VllmMissing, serve
+    from proxy.vllm_launcher import serve
 
     if not arguments or arguments in (["-h"], ["--help"]):
         print("usage: tokenproxy vllm MODEL [flags of vllm serve]\n\n" + _VLLM)
         return 0 if arguments else 2
-    try:
-        serve(arguments, plugin=True)
-    except VllmMissing as error:
-        return _fail(str(error))
+    serve(arguments, plugin=True)
     return 0
 
 
 def _serve(options: argparse.Namespace) -> int:
     from proxy.server import run
     from proxy.services import check_settings
-    from proxy.settings import SettingsError, load_settings
+    from proxy.settings import load_settings
 
     flags: dict[str, Any] = vars(options).copy()
     for name in ("command", "run", "config"):
         flags.pop(name)
-    try:
-        settings = load_settings(options.config, **flags)
-        check_settings(settings, settings.workers)
-    except SettingsError as error:
-        return _fail(str(error))
+    settings = load_settings(options.config, **flags)
+    check_settings(settings, settings.workers)
     if not settings.upstreams and settings.upstreams_file is None:
-        return _fail(
+        raise UsageError(
             "no upstream configured: pass --upstream URL or --upstreams-file FILE, or set `upstreams` in "
             "--config FILE"
         )
@@ -322,14 +321,9 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _key(options: argparse.Namespace) -> int:
     from proxy.key_command import add_key
-    from proxy.routes.key_file import KeyFileError
 
     scopes = options.scope or ["inference", "read"]
-    try:
-        key = add_key(options.file, options.name, scopes, options.tenant)
-    except KeyFileError as error:
-        return _fail(str(error))
-    print(key)
+    print(add_key(options.file, options.name, scopes, options.tenant))
     print(
         f"tokenproxy: added to {options.file} with {', '.join(dict.fromkeys(scopes))}. "
         "Keep the key above: it is not shown again",
@@ -347,28 +341,21 @@ def _check(options: argparse.Namespace) -> int:
     try:
         report = check(load_for_check(options.source))
     except TokenizerUnavailable as error:
-        return _fail(str(error))
+        raise UsageError(str(error)) from error
     print(json.dumps(report.as_dict(), ensure_ascii=False, indent=2) if options.json else table(report))
     return 0 if report.exact else 1
 
 
 def _export(options: argparse.Namespace) -> int:
     from proxy.export_command import run_export
-    from proxy.export_options import UsageError
 
-    try:
-        return run_export(options)
-    except UsageError as error:
-        return _fail(str(error))
+    return run_export(options)
 
 
 def _top(options: argparse.Namespace) -> int:
     from proxy.top.command import run_top
 
-    try:
-        return run_top(options.url, options.api_key, options.interval, once=options.once)
-    except ValueError as error:
-        return _fail(str(error))
+    return run_top(options.url, options.api_key, options.interval, once=options.once)
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -382,11 +369,6 @@ def _demo(options: argparse.Namespace) -> int:
         api_server_count=options.api_server_count,
         url=options.url,
     )
-
-
-def _fail(message: str) -> int:
-    print(f"tokenproxy: {message}", file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

@@ -18,10 +18,16 @@
     │   └── Stopping           503  the proxy stops before the request is complete
     └── EngineTimeout      504  the engine did not respond in time
 
+`UsageError` is not one of them: it ends a command with exit code 2.
+
 The wire format is OpenAI's: `{"error": {"message", "type", "param", "code"}}`.
 """
 
 import msgspec
+
+
+class UsageError(Exception):
+    """A command cannot run with these flags and settings; the message says what to do instead."""
 
 
 class ApiError(Exception):

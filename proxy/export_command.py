@@ -9,7 +9,8 @@ from typing import BinaryIO
 
 from tqdm import tqdm
 
-from proxy.export_options import STDOUT, UsageError, chosen_store, forget_stdout, regular_file
+from proxy.errors import UsageError
+from proxy.export_options import STDOUT, chosen_store, forget_stdout, regular_file
 from proxy.follow_command import run_follow
 from proxy.history.store import Store, StoreError
 from proxy.samples.export import (

@@ -5,17 +5,14 @@ import os
 import sys
 from pathlib import Path
 
+from proxy.errors import UsageError
 from proxy.history.store import Limits, Store
-from proxy.settings import SettingsError, load_settings
+from proxy.settings import load_settings
 from proxy.stores.memory import MemoryStore
 from proxy.stores.sqlite import SqliteStore
 from proxy.stores.urls import make_store
 
 STDOUT = "-"
-
-
-class UsageError(Exception):
-    """The flags contradict each other; the message names them and what to do instead."""
 
 
 def chosen_store(options: argparse.Namespace) -> Store:
@@ -24,7 +21,7 @@ def chosen_store(options: argparse.Namespace) -> Store:
         settings = load_settings(options.config, store=options.store)
         limits = Limits(max_bytes=settings.store_max_bytes, max_age_s=settings.store_max_age_s)
         store = make_store(settings.store, limits)
-    except (SettingsError, ValueError) as error:
+    except ValueError as error:
         raise UsageError(str(error)) from error
     if isinstance(store, MemoryStore):
         raise UsageError(

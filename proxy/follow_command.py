@@ -8,7 +8,8 @@ import sys
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from proxy.export_options import STDOUT, UsageError, chosen_store, forget_stdout, regular_file
+from proxy.errors import UsageError
+from proxy.export_options import STDOUT, chosen_store, forget_stdout, regular_file
 from proxy.history.store import StoreError
 from proxy.samples.export import table
 from proxy.samples.feed import FeedFilter, metadata_condition

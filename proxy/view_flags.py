@@ -1,7 +1,6 @@
 """The flags of `tokenproxy view`, and its help."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +40,6 @@ def add_view(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
 
 
 def _run(options: Any) -> int:
-    from proxy.export_options import UsageError
     from proxy.view_command import run_view
 
-    try:
-        return run_view(options)
-    except UsageError as error:
-        print(f"tokenproxy: {error}", file=sys.stderr)
-        return 2
+    return run_view(options)

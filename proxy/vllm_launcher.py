@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterable
 from importlib.metadata import entry_points
 
+from proxy.errors import UsageError
+
 PLUGIN = "tokenproxy"
 _GROUPS = (
     "vllm.general_plugins",
@@ -17,7 +19,7 @@ _GROUPS = (
 )
 
 
-class VllmMissing(Exception):
+class VllmMissing(UsageError):
     """vLLM is not installed; the message names what to install."""
 
 

@@ -14,7 +14,7 @@ import httpx
 
 from proxy.agents.child import NOT_EXECUTABLE, NOT_FOUND, Ended, run_child
 from proxy.agents.programs import PROGRAMS, Target, Variables, variables_for
-from proxy.agents.report import counted, table
+from proxy.agents.report import table
 from proxy.client import (
     AccessDenied,
     Client,
@@ -25,13 +25,10 @@ from proxy.client import (
     UnknownResource,
     UnreadableResponse,
 )
+from proxy.errors import UsageError
 from proxy.urls import normalise_base_url
 
 T = TypeVar("T")
-
-
-class UsageError(Exception):
-    """The command cannot be run like this; the message says what to do."""
 
 
 def run_env(options: argparse.Namespace) -> int:
@@ -204,16 +201,16 @@ def _report(options: argparse.Namespace, client: Client, name: str, before: set[
         if options.reward_from_exit_code:
             reward = 1.0 if ended.code == 0 else 0.0
             client.set_reward(name, reward)
-        recorded = counted(client.session(name), client.samples(name), before)
+        session, samples = client.session(name), client.samples(name)
     except AccessDenied as error:
         _say(f"recorded in session {name}, which this key may not read: {error}")
         return
     except ProxyError as error:
         _say(f"what was recorded in session {name} is not known: {error}")
         return
-    if recorded.turns:
-        print(table(recorded, reward), file=sys.stderr)
-    if not recorded.new:
+    if session.turns:
+        print(table(session, samples, before, reward), file=sys.stderr)
+    if before.issuperset(turn["id"] for turn in session.turns):
         _say(
             "nothing was recorded: the command sent no request to the proxy, or none that succeeded. "
             "`tokenproxy env openai` shows what it should read; the proxy's log shows what it sent"

@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import sys
 
 _RUN = """\
 Run a coding agent, or any other command, against a running proxy. It gets the environment that makes it
@@ -106,23 +105,12 @@ def _temperature(text: str) -> float:
 
 
 def _run_command(options: argparse.Namespace) -> int:
-    from proxy.agents.command import UsageError, run_command
+    from proxy.agents.command import run_command
 
-    try:
-        return run_command(options)
-    except UsageError as error:
-        return _fail(error)
+    return run_command(options)
 
 
 def _run_env(options: argparse.Namespace) -> int:
-    from proxy.agents.command import UsageError, run_env
+    from proxy.agents.command import run_env
 
-    try:
-        return run_env(options)
-    except UsageError as error:
-        return _fail(error)
-
-
-def _fail(error: Exception) -> int:
-    print(f"tokenproxy: {error}", file=sys.stderr)
-    return 2
+    return run_env(options)

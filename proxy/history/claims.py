@@ -56,8 +56,11 @@ class Claims:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        self._pins.held.subtract(self._rollouts)
-        self._pins.held = +self._pins.held  # without those at zero
+        held = self._pins.held
+        for rollout in self._rollouts:
+            held[rollout] -= 1
+            if not held[rollout]:
+                del held[rollout]
         for turn, claiming in self._claims:
             try:
                 if turn not in self._kept and await claiming:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from proxy.history.cached_turn import CachedTurn
+from proxy.history.cache import CachedTurn
 from proxy.history.store import Store, StoreError
 from proxy.metrics import Metrics
 from proxy.turn.request import ChatRequest

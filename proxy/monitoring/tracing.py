@@ -6,6 +6,7 @@ every chunk of a stream, cannot be added to vLLM's application by a plugin, and 
 plan.
 """
 
+import importlib
 import logging
 import os
 from collections.abc import Mapping
@@ -56,26 +57,19 @@ def _make_provider(environment: Mapping[str, str]) -> "TracerProvider | None":
     """A provider that exports in batches, configured by OpenTelemetry's variables; None if it cannot."""
     from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     protocol = next((value for name in _PROTOCOLS if (value := environment.get(name))), "http/protobuf")
-    exporter: SpanExporter
-    try:
-        if protocol == "grpc":
-            from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as by_grpc
-
-            exporter = by_grpc.OTLPSpanExporter()
-        elif protocol == "http/protobuf":
-            from opentelemetry.exporter.otlp.proto.http import trace_exporter as by_http
-
-            exporter = by_http.OTLPSpanExporter()
-        else:
-            log.warning("no traces are sent: unknown OTLP protocol %r: set http/protobuf or grpc", protocol)
-            return None
-    except ModuleNotFoundError as error:
-        package = f"opentelemetry-exporter-otlp-proto-{'grpc' if protocol == 'grpc' else 'http'}"
-        log.warning("no traces are sent (%s): pip install %s", error, package)
+    kind = protocol.removesuffix("/protobuf")
+    if protocol not in ("grpc", "http/protobuf"):
+        log.warning("no traces are sent: unknown OTLP protocol %r: set http/protobuf or grpc", protocol)
         return None
+    try:
+        module = importlib.import_module(f"opentelemetry.exporter.otlp.proto.{kind}.trace_exporter")
+    except ModuleNotFoundError as error:
+        log.warning("no traces are sent (%s): pip install opentelemetry-exporter-otlp-proto-%s", error, kind)
+        return None
+    exporter = module.OTLPSpanExporter()
     own = {SERVICE_NAME: environment.get("OTEL_SERVICE_NAME") or _SERVICE, SERVICE_VERSION: __version__}
     provider = TracerProvider(resource=Resource.create(own), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))

@@ -21,6 +21,7 @@ from typing import Annotated
 import msgspec
 import yaml
 
+from proxy.errors import UsageError
 from proxy.routes.credentials import tenant_of_key
 from proxy.routes.scopes import KeyScope
 
@@ -34,7 +35,7 @@ _Name = Annotated[str, msgspec.Meta(pattern=rf"^{_NAME}\Z")]
 _FORMAT = "a list of keys, each with `name`, `id`, `sha256` and `scopes`; `tokenproxy key` writes one"
 
 
-class KeyFileError(ValueError):
+class KeyFileError(UsageError, ValueError):
     """A key file cannot be used; the message names the file and what is wrong with it."""
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from proxy.errors import UsageError
 from proxy.settings.groups import EngineSettings, PromptSettings, RecordingSettings, ServerSettings
 
 ENV_PREFIX = "TOKENPROXY_"
@@ -27,7 +28,7 @@ GROUPS: dict[str, type[BaseModel]] = {
 """The settings by topic, in the order of the command's help and of docs/settings.md."""
 
 
-class SettingsError(Exception):
+class SettingsError(UsageError):
     """A setting is missing or wrong; the message names it and the valid values."""
 
 

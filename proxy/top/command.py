@@ -8,6 +8,7 @@ import httpx
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from proxy.errors import UsageError
 from proxy.top.snapshot import Snapshot, Unreachable, take
 from proxy.top.view import render, render_problem
 from proxy.urls import normalise_base_url
@@ -22,9 +23,12 @@ def run_top(url: str, api_key: str | None, interval_s: float, *, once: bool) -> 
     If the proxy does not respond, the request is repeated. With `once` that is an error: code 1.
 
     Raises:
-        ValueError: `url` is not a URL.
+        UsageError: `url` is not a URL.
     """
-    root = normalise_base_url(url)
+    try:
+        root = normalise_base_url(url)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     console = Console()
     if not console.is_terminal:
         console.width = _WIDTH

@@ -15,7 +15,7 @@ from tests.support.templates.families import template_files
 from tests.unit.dialects.messages.test_conversation import CASES as CONVERSATIONS
 from tokenization import InvalidMessages
 from tokenization.check import load_for_check
-from tokenization.system_messages import takes_later_system
+from tokenization.traits import takes_later_system
 
 _TEMPLATES = template_files()
 _OTHER = "texts around a call and thinking"

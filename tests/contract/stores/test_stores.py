@@ -6,9 +6,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from proxy.history.prompt_image import PromptImage
 from proxy.history.store import Evicted, Limits, Store, Usage
-from proxy.history.turn import WeightSpan, pack_alternatives, pack_ids, pack_logprobs
+from proxy.history.turn import PromptImage, WeightSpan, pack_alternatives, pack_ids, pack_logprobs
 from tests.support.store_utils import add, digest_of, entry, make_response, make_session, make_turn, opened
 
 _EVERYTHING = make_turn(

@@ -4,7 +4,8 @@ The longest recorded conversation wins. Turns are searched first by the exact sp
 then by a digest that ignores dropped reasoning and stripped text, then by one that ignores the arguments of
 tool calls that were cut off; each candidate is then checked. Turns with equal ids are one candidate. If
 several candidates with different ids remain, the one is used that the client names by a token (`echo.py`);
-if it names none, the prompt is rendered.
+if it names none, the prompt is rendered. A prompt of ids continues the turn with the most ids that it begins
+with, whatever its text.
 """
 
 import asyncio
@@ -17,23 +18,33 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from proxy.history.cache import TurnCache
-from proxy.history.cached_turn import CachedTurn, read_turn
-from proxy.history.candidates import all_listed, continues, count_turns, in_one_rollout, lists_all, of_rollout
+from proxy.history.cache import CachedTurn, TurnCache, read_turn
 from proxy.history.claims import Claims
 from proxy.history.conversation import Conversation
-from proxy.history.prompt_image import PromptImage
-from proxy.history.scope import Scope, changed_part
+from proxy.history.identity import (
+    BARE,
+    EXACT,
+    KINDS,
+    Scope,
+    changed_part,
+    content_key,
+    prefix_keys,
+    text_keys,
+    whole_key,
+)
 from proxy.history.store import FOUND_AT_MOST, CandidateGroup, Found, Store
-from proxy.history.text_index import KINDS, content_key, text_keys
-from proxy.history.turn import Turn, pack_ids
+from proxy.history.turn import PromptImage, Turn, pack_ids
 from proxy.history.vocabulary import Reason
 from tokenization.canonical import extend
 
-_LOOKUP = 64
-"""Number of ends of turns in one lookup."""
+_LOOKUPS = (1, 64, 1024)
+"""Numbers of ends of turns in the first look-ups; further ones are as large as the last. Most requests
+continue the last turn of their history."""
+_PREFIX_LOOKUP = 192
+"""Number of keys in one lookup of a prompt of ids."""
 _EXPLAINED = 4
 """Number of recorded turns that are read to explain a miss."""
+_NOTHING = Found(0, [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +67,6 @@ class Match:
     `ids_digest`."""
 
 
-class AmbiguousImages(Exception):
-    """Turns with equal ids hold different images, and nothing decides between them."""
-
-
 class _Search(NamedTuple):
     """What is searched for a request."""
 
@@ -79,8 +86,6 @@ class _Search(NamedTuple):
 class _Fit(NamedTuple):
     """Turns with equal ids that a request may continue."""
 
-    key: bytes
-    """What they were found by."""
     group: CandidateGroup
     turn: CachedTurn
     """One of them."""
@@ -89,7 +94,7 @@ class _Fit(NamedTuple):
 
 
 class Matcher:
-    """Finds the turns that requests continue."""
+    """Finds the turns that requests continue. Every method may raise StoreError."""
 
     def __init__(self, store: Store, cache: TurnCache, executor: Executor | None = None) -> None:
         self.store = store
@@ -106,96 +111,54 @@ class Matcher:
     ) -> Match:
         """The longest recorded conversation that a request continues.
 
-        At most one key in 64 assistant messages is looked up in histories longer than that, and then those
-        around the longest one found: an edit far back costs a few lookups, not one for each message.
-
         Args:
             rollout: only turns of this rollout; None for all in the scope.
             echoed: the turns that the client names, by the indexes of their messages: they decide between
                 turns with equal text.
-
-        Raises:
-            StoreError: the store does not respond.
         """
         search = _Search(conversation, scope, rollout, echoed or {})
         if not conversation.holds_assistant:
             return Match(reason=Reason.FIRST_TURN)
-        ends, looked_up = conversation.ends, 0
-        for batch in _batches(len(ends)):
-            found = await self._look_up([ends[i] for i in batch], search)
-            if found is not None:
-                match, end = found
-                position = ends.index(end)
-                miss = max((i for i in batch if i < position), default=looked_up - 1)
-                between = ends[miss + 1 : position]
-                return await self._between(between, search) or match
-            looked_up += len(batch)
+        ends, sizes = list(conversation.ends), list(_LOOKUPS)
+        while ends:
+            size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
+            keys = {end: text_keys(scope, conversation, end) for end in ends[:size]}
+            found = await self.store.find([key for of_end in keys.values() for key in of_end], search.place)
+            for end in keys if found else ():
+                match = await self._choose(keys[end], found, search, end)
+                if match is not None:
+                    return match
+            del ends[:size]
         return Match(reason=await self._explain(search))
 
-    async def load(self, turn_id: str) -> CachedTurn | None:
-        """A turn with its ids, from the cache or the store; None if it is gone.
-
-        Raises:
-            StoreError: the store does not respond.
-        """
-        turn = self._cache.turn(turn_id)
-        if turn is None and (path := await self.store.path(turn_id)):
-            run = asyncio.get_running_loop().run_in_executor
-            turn = await run(self._executor, read_turn, path, self._cache.turn)
-            self._cache.put(turn, path[-1].parent)
-        return turn
-
-    async def longest_prefix(
-        self, prompt: bytes, rollout: str, images: Sequence[PromptImage] | None = None
-    ) -> CachedTurn | None:
-        """The turn of a rollout with the most ids that a prompt begins with.
-
-        The newest turns are tried first; if none of them matches, all are.
+    async def match_ids(self, prompt: bytes, scope: Scope, rollout: str | None = None) -> Match:
+        """The recorded turn with the most ids that a prompt begins with, of those that the index holds.
 
         Args:
-            images: those of the prompt; turns with other images do not count. None counts all turns.
-
-        Raises:
-            AmbiguousImages: `images` is None, and turns with these ids hold different images.
-            StoreError: the store does not respond.
+            prompt: a compact JSON array of ids.
+            rollout: only turns of this rollout; None for all in the scope.
         """
-        newest = await self.store.newest(rollout, FOUND_AT_MOST)
-        best = await self._longest(newest, prompt, images)
-        if not best and len(newest) == FOUND_AT_MOST:
-            turns = await self.store.turns(rollout)
-            packed = pack_prompt(prompt)
-            best = await self._longest(
-                [turn.id for turn in turns if _may_begin(turn, packed)], prompt, images
-            )
-        if images is None and not all(same_images(turn.images, best[0].images) for turn in best):
-            raise AmbiguousImages
-        return best[0] if best else None
-
-    async def longest_of(self, turn_ids: Sequence[str], prompt: bytes) -> CachedTurn | None:
-        """The one of some turns with the most ids that a prompt begins with. Raises StoreError."""
-        best = await self._longest(turn_ids, prompt)
-        return best[0] if best else None
-
-    async def _longest(
-        self, turn_ids: Sequence[str], prompt: bytes, images: Sequence[PromptImage] | None = None
-    ) -> list[CachedTurn]:
-        """Those of some turns with the most ids that a prompt begins with: all have equal ids."""
-        best: list[CachedTurn] = []
-        for turn_id in turn_ids:
-            turn = await self.load(turn_id)
-            if turn is None or (best and turn.count < best[0].count) or not turn.begins(prompt):
-                continue
-            if images is None or same_images(turn.images, images[: len(turn.images)]):
-                best = [*best, turn] if best and turn.count == best[0].count else [turn]
-        return best
+        keys = prefix_keys(scope, _pack_prompt(prompt))
+        for start in range(0, len(keys), _PREFIX_LOOKUP):
+            part = keys[start : start + _PREFIX_LOOKUP]
+            found = await self.store.find(part, rollout or scope.rollout)
+            for key in part:
+                groups = found.get(key, _NOTHING).groups
+                turns = [
+                    each.turn
+                    for group in groups
+                    for each in group.candidates
+                    if rollout in (None, each.rollout)
+                ]
+                if longest := await self.longest(turns, prompt):
+                    digest: bytes = longest[0].hasher.digest()
+                    return Match(longest[0], shared=None if rollout else (whole_key(scope, digest), digest))
+        return Match()
 
     async def claim(self, match: Match, claims: Claims) -> Match:
         """Choose one of the turns with equal ids that several rollouts hold: one that no request continues.
 
         If all are continued, only the ids are reused (`same_rollout` is false).
-
-        Raises:
-            StoreError: the store does not respond.
         """
         if match.shared is None:
             return match
@@ -203,9 +166,9 @@ class Matcher:
         # one request at a time: others of this process would race for the same candidates
         async with self._claiming.setdefault(ids, asyncio.Lock()):
             while True:
-                found = (await self.store.find([key])).get(key)
-                group = next((group for group in found.groups if group.ids == ids), None) if found else None
-                if group is not None and in_one_rollout(group):
+                groups = (await self.store.find([key])).get(key, _NOTHING).groups
+                group = next((group for group in groups if group.ids == ids), None)
+                if group is not None and _in_one_rollout(group):
                     return replace(match, candidates=match.candidates or group.total)
                 candidates = [each for each in group.candidates if each.open] if group else []
                 for candidate in candidates:
@@ -215,63 +178,74 @@ class Matcher:
                 if not candidates:
                     return replace(match, same_rollout=False)
 
-    async def _between(self, ends: Sequence[int], search: _Search) -> Match | None:
-        """The longest match among the ends between one that matched and one that did not."""
-        best: Match | None = None
-        while ends:
-            step = -(-len(ends) // _LOOKUP)
-            found = await self._look_up(ends[step - 1 :: step], search)
-            if found is None:
-                ends = ends[len(ends) - len(ends) % step :] if step > 1 else []
+    async def load(self, turn_id: str) -> CachedTurn | None:
+        """A turn with its ids, from the cache or the store; None if it is gone."""
+        turn = self._cache.turn(turn_id)
+        if turn is None and (path := await self.store.path(turn_id)):
+            run = asyncio.get_running_loop().run_in_executor
+            turn = await run(self._executor, read_turn, path, self._cache.turn)
+            self._cache.put(turn, path[-1].parent)
+        return turn
+
+    async def longest(
+        self, turn_ids: Sequence[str], prompt: bytes, images: Sequence[PromptImage] | None = None
+    ) -> list[CachedTurn]:
+        """Those of some turns with the most ids that a prompt begins with: all have equal ids.
+
+        Args:
+            images: those of the prompt; turns with other images do not count. None counts all turns.
+        """
+        best: list[CachedTurn] = []
+        for turn_id in turn_ids:
+            turn = await self.load(turn_id)
+            if turn is None or (best and turn.count < best[0].count) or not turn.begins(prompt):
                 continue
-            best, end = found
-            position = list(ends).index(end)
-            ends = ends[max(0, position - step + 1) : position]
+            if images is None or same_images(turn.images, images[: len(turn.images)]):
+                best = [*best, turn] if best and turn.count == best[0].count else [turn]
         return best
 
-    async def _look_up(self, ends: Sequence[int], search: _Search) -> tuple[Match, int] | None:
-        """The match at the first of these ends that has one."""
-        keys = {end: text_keys(search.scope, search.conversation, end) for end in ends}
-        found = await self.store.find([key for of_end in keys.values() for key in of_end], search.place)
-        for end in ends if found else ():
-            hits = [(key, found.get(key)) for key in keys[end]]
-            match = await self._choose(hits, search, end)
-            if match is not None:
-                return match, end
-        return None
+    async def longest_in(
+        self, rollout: str, prompt: bytes, images: Sequence[PromptImage] | None = None
+    ) -> list[CachedTurn]:
+        """As `longest`, of all turns of a rollout. The newest are tried first; if none fits, all are."""
+        newest = await self.store.newest(rollout, FOUND_AT_MOST)
+        best = await self.longest(newest, prompt, images)
+        if best or len(newest) < FOUND_AT_MOST:
+            return best
+        packed = _pack_prompt(prompt)
+        turns = [turn.id for turn in await self.store.turns(rollout) if _may_begin(turn, packed)]
+        return await self.longest(turns, prompt, images)
 
     async def _choose(
-        self, found: Sequence[tuple[bytes, Found | None]], search: _Search, end: int
+        self, keys: Sequence[bytes], found: Mapping[bytes, Found], search: _Search, end: int
     ) -> Match | None:
-        """The turn that ends at one message, from the results of each kind of key."""
-        conversation, rollout = search.conversation, search.rollout
-        if rollout is not None and not all(all_listed(hits) and lists_all(hits) for _, hits in found):
-            return await self._choose_in_rollout(search, end, rollout)
-        groups = [[of_rollout(group, rollout) for group in hits.groups] if hits else [] for _, hits in found]
-        candidates = count_turns(found[1:], groups[1:], rollout) or count_turns(
-            found[:1], groups[:1], rollout
-        )
-        for kind, (key, hits), of_kind in zip(KINDS, found, groups, strict=False):
+        """The turn that ends at one message, from what was found under each kind of key."""
+        conversation = search.conversation
+        hits = [found.get(key, _NOTHING) for key in keys]
+        if search.rollout is not None:
+            if not all(_all_listed(each) and all(map(_complete, each.groups)) for each in hits):
+                return await self._choose_in_rollout(search, end, search.rollout)
+            hits = [_of_rollout(each, search.rollout) for each in hits]
+        candidates = sum(each.total for each in hits[1:])
+        for kind, key, of_kind in zip(KINDS, keys, hits, strict=False):
             fitting: list[_Fit] = []
-            for group in of_kind:
+            for group in of_kind.groups:
                 turn = await self.load(group.candidates[0].turn) if group.candidates else None
-                repaired = continues(conversation, end, turn, kind) if turn else None
+                repaired = _continues(conversation, end, turn, kind) if turn else None
                 if turn is not None and repaired is not None:
-                    fitting.append(_Fit(key, group, turn, repaired))
+                    fitting.append(_Fit(group, turn, repaired))
             if not fitting:
                 continue
             before = conversation.strict_before(end)
             best = [fit for fit in fitting if fit.turn.spelling_before == before] or fitting
             named = await self._named(fitting, search, end) if end in search.echoed else None
-            if named is None and (len(best) > 1 or not all_listed(hits)):
+            if named is None and (len(best) > 1 or not _all_listed(of_kind)):
                 return Match(None, end, Reason.AMBIGUOUS, candidates)
-            repaired = (named or best[0]).repaired
+            fit = named or best[0]
             edited = end != conversation.ends[0]
-            reason = Reason.HISTORY_EDITED if edited else Reason.CALL_REPAIRED if repaired else None
-            if named is not None or in_one_rollout(best[0].group):
-                return Match((named or best[0]).turn, end, reason, candidates)
-            shared = (best[0].key, best[0].group.ids)
-            return Match(best[0].turn, end, reason, candidates, shared=shared)
+            reason = Reason.HISTORY_EDITED if edited else Reason.CALL_REPAIRED if fit.repaired else None
+            shared = None if named is not None or _in_one_rollout(fit.group) else (key, fit.group.ids)
+            return Match(fit.turn, end, reason, candidates, shared=shared)
         return None
 
     async def _named(self, fitting: Sequence["_Fit"], search: _Search, end: int) -> "_Fit | None":
@@ -290,9 +264,7 @@ class Matcher:
 
     async def _has_text(self, turn: Turn, search: _Search, end: int) -> bool:
         """Whether a turn belongs to the scope of a request and ends with its message at `end`."""
-        if turn.scope != search.scope.parts or not turn.spelling:
-            return False
-        if extend(turn.spelling_before, turn.spelling) != search.conversation.messages[end].strict:
+        if turn.scope != search.scope.parts or not _ends_at(turn, search.conversation, end):
             return False
         if search.rollout is not None:
             return turn.rollout == search.rollout
@@ -304,12 +276,7 @@ class Matcher:
     async def _choose_in_rollout(self, search: _Search, end: int, rollout: str) -> Match | None:
         """The turn of a rollout that ends at one message, where `find` lists only some of the turns there."""
         conversation = search.conversation
-        strict = conversation.messages[end].strict
-        turns = [
-            turn
-            for turn in await self.store.turns(rollout)
-            if turn.spelling and extend(turn.spelling_before, turn.spelling) == strict
-        ]
+        turns = [turn for turn in await self.store.turns(rollout) if _ends_at(turn, conversation, end)]
         turns = [turn for turn in turns if turn.id == search.echoed.get(end)] or turns
         if len({turn.ids_digest for turn in turns}) != 1:
             return Match(None, end, Reason.AMBIGUOUS, len(turns)) if turns else None
@@ -326,24 +293,24 @@ class Matcher:
         last = ends[0]
         # after an eviction, the store no longer tells that the proxy chose the rollout's name
         scopes = [scope, replace(scope, session=None)]
-        keys = [key for each in scopes for e in ends[:_LOOKUP] for key in text_keys(each, conversation, e)]
-        if await self.store.evicted(keys):
+        recent = ends[: _LOOKUPS[1]]
+        if await self.store.evicted(
+            [key for each in scopes for e in recent for key in text_keys(each, conversation, e)]
+        ):
             return Reason.EVICTED
         own = conversation.messages[last]
         key = content_key(scope, conversation, last, own.message, own.distinctive)
-        hits = (await self.store.find([key], search.place)).get(key)
-        candidates = [each for group in hits.groups for each in group.candidates] if hits else []
+        found = (await self.store.find([key], search.place)).get(key, _NOTHING)
+        candidates = [each for group in found.groups for each in group.candidates]
         candidates = [each for each in candidates if rollout in (None, each.rollout)][:_EXPLAINED]
         paths = [path for each in candidates if (path := await self.store.path(each.turn))]
         if not paths:
             return Reason.NO_MATCH
-        same_text = [
-            path[-1] for path in paths if path[-1].spelling_before == conversation.strict_before(last)
-        ]
-        if not same_text:
-            return Reason.HISTORY_EDITED
-        # the scopes are equal: the difference is in the reasoning, which the keys ignore
-        return changed_part(same_text[0].scope, scope.parts) or Reason.HISTORY_EDITED
+        before = conversation.strict_before(last)
+        same_text = [path[-1] for path in paths if path[-1].spelling_before == before]
+        # if the scopes are equal, the difference is in the reasoning, which the keys ignore
+        changed = changed_part(same_text[0].scope, scope.parts) if same_text else None
+        return changed or Reason.HISTORY_EDITED
 
 
 def same_images(some: Sequence[PromptImage], others: Sequence[PromptImage]) -> bool:
@@ -352,18 +319,58 @@ def same_images(some: Sequence[PromptImage], others: Sequence[PromptImage]) -> b
     return places[0] == places[1]
 
 
-def _batches(count: int) -> list[list[int]]:
-    """Positions in the list of ends to look up, batch by batch: the last, some before it, then a sample."""
-    near = min(count, 1 + _LOOKUP)
-    batches = [list(range(min(count, 1))), list(range(1, near))]
-    if count > near:
-        step = -(-(count - near) // _LOOKUP)
-        # counted from the far end, so that the first turn of the conversation is among them
-        batches.append(sorted(range(count - 1, near - 1, -step)))
-    return [batch for batch in batches if batch]
+def _of_rollout(found: Found, rollout: str) -> Found:
+    """The turns under a key that belong to a rollout."""
+    groups = []
+    for group in found.groups:
+        kept = [candidate for candidate in group.candidates if candidate.rollout == rollout]
+        groups.append(CandidateGroup(group.ids, len(kept), kept))
+    return Found(sum(group.total for group in groups), groups)
 
 
-def pack_prompt(prompt: bytes) -> bytes:
+def _all_listed(found: Found) -> bool:
+    """Whether all groups under a key were returned."""
+    return found.total == sum(group.total for group in found.groups)
+
+
+def _complete(group: CandidateGroup) -> bool:
+    """Whether all turns of a group were returned."""
+    return group.total <= len(group.candidates)
+
+
+def _in_one_rollout(group: CandidateGroup) -> bool:
+    """Whether all turns of a group belong to one rollout."""
+    return _complete(group) and len({candidate.rollout for candidate in group.candidates}) == 1
+
+
+def _continues(conversation: Conversation, end: int, turn: CachedTurn, kind: str) -> bool | None:
+    """Check whether a turn found by a digest is the one that the client sent back.
+
+    Returns:
+        None if it is another; else whether the client repaired one of its tool calls.
+    """
+    if kind == EXACT:
+        return False
+    own = conversation.messages[end].message
+    repaired = own.repairs(turn.calls) if kind == BARE else False
+    if repaired is None or own.reasoning not in (b"", turn.reasonings[-1]):
+        return None
+    if turn.spelling_before == conversation.strict_before(end):
+        return repaired  # spelled as in the request of that turn, and checked then
+    sent = conversation.reasonings(0, end + 1)
+    fits = len(sent) == len(turn.reasonings) and all(
+        ours in (b"", theirs) for ours, theirs in zip(sent, turn.reasonings, strict=True)
+    )
+    return repaired if fits else None
+
+
+def _ends_at(turn: Turn, conversation: Conversation, end: int) -> bool:
+    """Whether the conversation of a turn is spelled as the messages up to and including the one at `end`."""
+    spelled = extend(turn.spelling_before, turn.spelling) if turn.spelling else b""
+    return spelled == conversation.messages[end].strict
+
+
+def _pack_prompt(prompt: bytes) -> bytes:
     """The ids of a prompt, a checked JSON array, up to the first that no turn can hold."""
     try:
         return pack_ids(msgspec.json.decode(prompt, type=list[int]))
