@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from proxy.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, NotFound
-from proxy.fleet.choosing import Candidate, Choose, Preference, sticky_least_loaded
+from proxy.fleet.choosing import Candidate, Choose, sticky_least_loaded
 from proxy.fleet.conversations import Conversations
 from proxy.fleet.dispatch import Dispatch, Place, Suspects, Work
 from proxy.fleet.health import BreakerState
-from proxy.fleet.load import Lease
+from proxy.fleet.load import Lease, work_of
 from proxy.fleet.model import FleetModel, choose_model
 from proxy.fleet.prefix_caches import PrefixCaches
 from proxy.fleet.queue import FairQueue
@@ -268,12 +268,7 @@ class Fleet:
         """The replica that the policy chooses."""
         if len(replicas) == 1:
             return replicas[0]
-        preference = Preference(
-            self.prefix_caches.holder(routing),
-            routing.ids,
-            routing.reused,
-            self.expected_ids,
-        )
+        holder = self.prefix_caches.holder(routing)
         candidates = [
             Candidate(
                 replica.name,
@@ -281,10 +276,11 @@ class Fleet:
                 self.conversations.load(replica.name, routing.conversation),
                 replica.load.pace_s,
                 0.0 if replica.load.requests else replica.load.pace_age_s,
+                work_of(self.expected_ids, routing.ids - (routing.reused if replica.name == holder else 0)),
             )
             for replica in replicas
         ]
-        chosen = self._choose(candidates, preference)
+        chosen = self._choose(candidates, holder)
         return next(replica for replica in replicas if replica.name == chosen.name)
 
     def ended(self, replica: Replica, lease: Lease) -> None:

@@ -57,19 +57,14 @@ class Breaker:
             return 0.0
         return max(0.0, self._opened_at + self._open_s - self._clock())
 
-    @property
-    def ejected(self) -> bool:
-        """Whether it is open, so that no requests are sent."""
-        return self.state is BreakerState.OPEN
+    def trial_s(self) -> float:
+        """Seconds since the trial began; 0 if none runs."""
+        return self._clock() - self._trial_began if self.on_trial else 0.0
 
     @property
     def on_trial(self) -> bool:
         """Whether a trial runs."""
         return self._trial is not None
-
-    def trial_s(self) -> float:
-        """Seconds since the trial began; 0 if none runs."""
-        return self._clock() - self._trial_began if self.on_trial else 0.0
 
     @property
     def allows(self) -> bool:

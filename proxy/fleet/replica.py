@@ -367,7 +367,7 @@ class Replica:
             return ReplicaState.DIFFERENT
         if not self.fleet.weights.serves(self):
             return ReplicaState.STALE
-        return ReplicaState.EJECTED if self.breaker.ejected else ReplicaState.READY
+        return ReplicaState.EJECTED if self.breaker.opens_for_s() else ReplicaState.READY
 
     def report_state(self) -> None:
         """Show the state in the metrics, if it changed."""

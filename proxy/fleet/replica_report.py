@@ -20,7 +20,7 @@ def report(replica: "Replica") -> dict[str, Any]:
         return facts | {"ready": False, "problem": replica.problem}
     differs = replica.difference or replica.fleet.weights.problem(replica)
     problem = differs
-    if not problem and replica.breaker.ejected:
+    if not problem and replica.breaker.opens_for_s():
         problem = f"no requests for {replica.breaker.opens_for_s():.0f} s: {replica.breaker.reason}"
     elif not problem and capabilities.token_in is None:
         problem = NO_TOKEN_IN

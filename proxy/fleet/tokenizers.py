@@ -36,10 +36,8 @@ def _message(role: str, content: Any, **fields: Any) -> dict[str, Any]:
 
 
 _QUESTION, _ANSWER = _message("user", "What is 2 + 2?"), _message("assistant", "It is 4.")
-_CALL, _RESULT = (
-    _message("assistant", "", tool_calls=[_TOOL_CALL]),
-    _message("tool", "4", tool_call_id="call00001"),
-)
+_CALL = _message("assistant", "", tool_calls=[_TOOL_CALL])
+_RESULT = _message("tool", "4", tool_call_id="call00001")
 _SYSTEM, _DEVELOPER = _message("system", "Be brief."), _message("developer", "Be brief.")
 _REQUESTS: list[dict[str, Any]] = [
     {"messages": [_QUESTION]},

@@ -6,6 +6,7 @@ grow, the replica is ejected. The threshold is measured, because prompts take en
 """
 
 import asyncio
+import logging
 import math
 import re
 from typing import TYPE_CHECKING
@@ -18,6 +19,8 @@ from proxy.http import Request
 
 if TYPE_CHECKING:
     from proxy.fleet.fleet import Fleet
+
+log = logging.getLogger("tokenproxy")
 
 INTERVAL_S = 0.5
 SILENT_S = 3.0
@@ -64,29 +67,35 @@ class FleetWatch:
         return now - self._late_at < _LATE_REMEMBERED_S or now - self._due > LATE_S
 
     async def _watch(self) -> None:
-        fleet = self._fleet
         while True:
             self._due = self._clock() + INTERVAL_S
             await asyncio.sleep(INTERVAL_S)
             if (now := self._clock()) - self._due > LATE_S:
                 self._late_at = now
             self._due = math.inf
-            fleet.queue.wake()  # a replica may have come back
-            for replica in [*fleet.replicas, *fleet.leaving]:
-                replica.report_state()
-                silent_s = replica.load.silent_s()
-                if silent_s < SILENT_S or replica.name in self._probes or not self._may_probe(replica):
-                    continue
-                suspicious = silent_s > _TIMES_SLOWER * replica.load.usual_silence_s()
-                if suspicious or replica.breaker.trial_s() > SILENT_S:
-                    self._probes[replica.name] = asyncio.create_task(self._probe(replica, suspicious))
-            for replica in [each for each in fleet.leaving if not each.load.requests]:
-                await fleet.forget(replica)
+            try:
+                await self._look()
+            except Exception:  # the boundary of the task: what closes badly must not end the watch
+                log.exception("watching the fleet failed")
+
+    async def _look(self) -> None:
+        fleet = self._fleet
+        fleet.queue.wake()  # a replica may have come back
+        for replica in [*fleet.replicas, *fleet.leaving]:
+            replica.report_state()
+            silent_s = replica.load.silent_s()
+            if silent_s < SILENT_S or replica.name in self._probes or not self._may_probe(replica):
+                continue
+            suspicious = silent_s > _TIMES_SLOWER * replica.load.usual_silence_s()
+            if suspicious or replica.breaker.trial_s() > SILENT_S:
+                self._probes[replica.name] = asyncio.create_task(self._probe(replica, suspicious))
+        for replica in [each for each in fleet.leaving if not each.load.requests]:
+            await fleet.forget(replica)
 
     def _may_probe(self, replica: Replica) -> bool:
         fleet = self._fleet
         paused = fleet.weights.hold.active  # a paused engine sends nothing
-        if paused or self.was_late or not replica.ready or replica.breaker.ejected:
+        if paused or self.was_late or not replica.ready or replica.breaker.opens_for_s():
             return False
         return fleet.has_alternative(replica)
 

@@ -9,7 +9,7 @@ from typing import Any
 from proxy.engine.discovery import Model
 from proxy.engine.protocol import Engine
 from proxy.errors import ApiError, EngineBroken, EngineUnavailable, Unsupported
-from proxy.fleet.choosing import Candidate, Preference
+from proxy.fleet.choosing import Candidate
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.replica import Replica
 from proxy.fleet.routing import Routing
@@ -165,7 +165,7 @@ class _NoTokenizers(Tokenizers):
         raise Unsupported("no tokenizer here")
 
 
-def in_order(candidates: Sequence[Candidate], preference: Preference) -> Candidate:
+def in_order(candidates: Sequence[Candidate], holder: str) -> Candidate:
     """The choice of these tests: the first replica of the fleet."""
     return candidates[0]
 

@@ -4,38 +4,32 @@ from collections import Counter
 
 import pytest
 
-from proxy.fleet.choosing import Candidate, Preference, sticky_least_loaded
+from proxy.fleet.choosing import Candidate, sticky_least_loaded
 from proxy.fleet.load import Load
-
-_NEW = Preference(ids=1000, completion_ids=200)
-
-
-def _held(by: str = "a", ids: int = 1000, reused: int = 900) -> Preference:
-    return Preference(by, ids, reused, 200)
 
 
 @pytest.mark.parametrize(
-    ("candidates", "preference", "chosen"),
+    ("candidates", "holder", "chosen"),
     [
-        ([Candidate("a")], _NEW, "a"),
-        ([Candidate("a", 0, 3.0), Candidate("b", 9, 2.0)], _NEW, "b"),
-        ([Candidate("a", 0, 2.0, 0.1), Candidate("b", 0, 2.0, 0.05)], _NEW, "b"),
+        ([Candidate("a")], "", "a"),
+        ([Candidate("a", 0, 3.0), Candidate("b", 9, 2.0)], "", "b"),
+        ([Candidate("a", 0, 2.0, 0.1), Candidate("b", 0, 2.0, 0.05)], "", "b"),
         # not measured yet: as fast as the fastest
-        ([Candidate("a", 0, 1.0, 0.1), Candidate("b")], _NEW, "b"),
+        ([Candidate("a", 0, 1.0, 0.1), Candidate("b")], "", "b"),
         # equal loads: the one with fewer requests
-        ([Candidate("a", 3, 1.0), Candidate("b", 2, 1.0)], _NEW, "b"),
-        # 206 units of work at the holder, 262 elsewhere: it moves beyond 1.5 times the time
-        ([Candidate("a", 0, 2.8), Candidate("b", 0, 1.0)], _held(), "a"),
-        ([Candidate("a", 0, 2.9), Candidate("b", 0, 1.0)], _held(), "b"),
+        ([Candidate("a", 3, 1.0), Candidate("b", 2, 1.0)], "", "b"),
+        # it moves beyond 1.5 times the time
+        ([Candidate("a", 0, 2.8, work=206), Candidate("b", 0, 1.0, work=262)], "a", "a"),
+        ([Candidate("a", 0, 2.9, work=206), Candidate("b", 0, 1.0, work=262)], "a", "b"),
         # a long prefix is worth more
-        ([Candidate("a", 0, 6.0), Candidate("b", 0, 1.0)], _held("a", 32_000, 31_900), "a"),
-        ([Candidate("b", 0, 9.0), Candidate("c")], _held(), "c"),
+        ([Candidate("a", 0, 6.0, work=206), Candidate("b", 0, 1.0, work=2200)], "a", "a"),
+        ([Candidate("b", 0, 9.0), Candidate("c")], "a", "c"),
     ],
 )
 def test_the_holder_is_chosen_unless_another_is_much_sooner(
-    candidates: list[Candidate], preference: Preference, chosen: str
+    candidates: list[Candidate], holder: str, chosen: str
 ) -> None:
-    assert sticky_least_loaded(candidates, preference).name == chosen
+    assert sticky_least_loaded(candidates, holder).name == chosen
 
 
 def test_conversations_spread_as_fast_as_replicas_are() -> None:
@@ -45,7 +39,7 @@ def test_conversations_spread_as_fast_as_replicas_are() -> None:
     counts = Counter(dict.fromkeys(paces, 0))
     for _ in range(400):
         replicas = [Candidate(name, 0, counts[name], pace) for name, pace in paces.items()]
-        counts[sticky_least_loaded(replicas, _NEW).name] += 1
+        counts[sticky_least_loaded(replicas, "").name] += 1
     seconds = [counts[name] * pace for name, pace in paces.items()]
     assert max(seconds) < 1.15 * min(seconds)
 
@@ -53,7 +47,7 @@ def test_conversations_spread_as_fast_as_replicas_are() -> None:
 @pytest.mark.parametrize(("age_s", "chosen"), [(0.0, "fast"), (300.0, "slow")])
 def test_a_replica_that_was_slow_long_ago_is_tried_again(age_s: float, chosen: str) -> None:
     replicas = [Candidate("fast", 0, 2.0, 1.0), Candidate("slow", 0, 0.0, 10.0, age_s)]
-    assert sticky_least_loaded(replicas, Preference(ids=100, completion_ids=100)).name == chosen
+    assert sticky_least_loaded(replicas, "").name == chosen
 
 
 def test_a_load_counts_and_times_requests() -> None:
