@@ -17,7 +17,7 @@ from benchmarks.measure import Effort
 from benchmarks.report import Part, Table, label, progress, verdict
 from benchmarks.texts import ANSWER_IDS, TOOLS, Messages, Texts
 from proxy.demo.checkpoint import TEMPLATE_FILE, ensure_checkpoint
-from tokenization import Appended, ChatTokenizer, Continuation
+from tokenization import Appended, ChatTokenizer
 
 LENGTHS = (1_000, 8_000, 32_000, 128_000)
 _SHORT, _LONG = LENGTHS[0], LENGTHS[-1]
@@ -59,16 +59,11 @@ class Past:
         _ = appended.prompt_ids
         return appended
 
-    def continuation(self, new: Messages) -> Continuation:
-        """Only the ids to append."""
-        return self.tokenizer.continuation(self.ids[-1], new, history=self.messages, tools=TOOLS)
-
 
 _FUNCTIONS: dict[str, Callable[[Past, Messages], object]] = {
     "prompt_ids, {}, history=": Past.prompt_ids,
     "append, {}, history=": Past.append,
     "append, {}": Past.append_alone,
-    "continuation, {}, history=": Past.continuation,
 }
 _LOCAL = {name.format(result): call for name, call in _FUNCTIONS.items() for result in ("new", "repeated")}
 """Ways to append, by the names of their rows: a new result in each call, or a cached one."""

@@ -88,6 +88,19 @@ def read(fields: Mapping[str, msgspec.Raw], name: str, kind: type[T]) -> T | Non
         raise BadRequest(f"`{name}`: {error}", param=name) from error
 
 
+def flag(fields: Fields, name: str) -> bool:
+    """Whether a field has a value that an engine reads as true."""
+    return raw_value(fields, name) not in (None, b"false", b"0")
+
+
+def stream_options(fields: Fields) -> Fields:
+    """The stream options of a request; empty if they are not an object, which the engine refuses."""
+    try:
+        return read(fields, "stream_options", Fields) or {}
+    except BadRequest:
+        return {}
+
+
 def read_messages(fields: Fields, name: str) -> list[dict[str, Any]] | None:
     """Decode a field that holds a list of messages; None if it is missing or null.
 

@@ -39,7 +39,7 @@ from proxy.turn.request import EngineRoute
 from proxy.turn.running import RunningRequests
 from proxy.turn.services import Services
 from proxy.types import Scope
-from tokenization.content_format import ContentFormat
+from tokenization.traits import ContentFormat
 
 log = logging.getLogger("tokenproxy")
 

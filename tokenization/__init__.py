@@ -13,11 +13,10 @@ used on its own:
     assert appended.prompt_ids[: len(prompt + completion)] == prompt + completion
 """
 
-from tokenization.appended import Appended
+from tokenization.append import Appended
 from tokenization.cache import CacheInfo
 from tokenization.canonical import CanonicalMessage, canonical, chain
 from tokenization.chat import ChatTokenizer
-from tokenization.continuation import Continuation
 from tokenization.errors import (
     InvalidIds,
     InvalidMessages,
@@ -34,7 +33,6 @@ __all__ = [
     "CacheInfo",
     "CanonicalMessage",
     "ChatTokenizer",
-    "Continuation",
     "InvalidIds",
     "InvalidMessages",
     "PrefixMismatch",

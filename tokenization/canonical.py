@@ -37,10 +37,9 @@ reasoning as well, so check a match on `loose` alone with `CanonicalMessage.is_c
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from tokenization.argument_defaults import NO_DEFAULTS, ArgumentDefaults, argument_defaults
 from tokenization.errors import InvalidMessages
 from tokenization.lossless_json import pack, parse
 from tokenization.messages import TEXT_PARTS, Message
@@ -52,6 +51,56 @@ _REPLACEMENT = "\ufffd"
 """What decoders put for bytes that are no character."""
 _PARTS_WITH_OWN_KEY = frozenset({"refusal", "thinking"})
 """Types of text parts whose text is under the name of the type, not under `text`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentDefaults:
+    """The defaults that tools declare for their arguments. Some clients write them into calls they return.
+
+    Claude Code sends `{"path": "a", "replace_all": false}` back where the model sampled `{"path": "a"}` and
+    the schema of the tool declares `"default": false`. A call that states a default equals the call without.
+    """
+
+    packed: Mapping[str, Mapping[str, bytes]] = field(default_factory=dict)
+    """For each function the properties with a default, in the encoding of `pack`, 1.0 as 1."""
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes; empty if there are no defaults."""
+        spelled = {name: {key: value.hex() for key, value in of.items()} for name, of in self.packed.items()}
+        return _digest(b"defaults", pack(spelled)) if spelled else b""
+
+    def drop(self, function: object, arguments: object) -> object:
+        """The arguments of a call without those that equal a default; `arguments` itself if none does."""
+        packed = self.packed.get(function) if isinstance(function, str) else None
+        if not packed or not isinstance(arguments, dict):
+            return arguments
+        named = packed.keys() & arguments.keys()
+        stated = {name for name in named if pack(arguments[name], whole_floats=False) == packed[name]}
+        return {name: value for name, value in arguments.items() if name not in stated}
+
+
+NO_DEFAULTS = ArgumentDefaults()
+
+
+def argument_defaults(tools: Sequence[Mapping[str, Any]]) -> ArgumentDefaults:
+    """The defaults of the functions in a chat request's tools. Schemas of other shapes declare none."""
+    packed: dict[str, dict[str, bytes]] = {}
+    for tool in tools:
+        function = _object(tool.get("function"))
+        properties = _object(_object(function.get("parameters")).get("properties"))
+        defaults = {
+            name: pack(schema["default"], whole_floats=False)
+            for name, schema in properties.items()
+            if isinstance(schema, Mapping) and "default" in schema
+        }
+        if defaults and isinstance(function.get("name"), str):
+            packed[function["name"]] = defaults
+    return ArgumentDefaults(packed)
+
+
+def _object(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +171,7 @@ def canonical(message: Message, index: int = 0, defaults: ArgumentDefaults = NO_
     loose = strict
     if "reasoning" in fields or "tool_calls" in fields or content != fields["content"]:
         loosely = {key: value for key, value in fields.items() if key != "reasoning"} | {"content": content}
-        if "tool_calls" in fields and defaults.texts:
+        if "tool_calls" in fields and defaults.packed:
             loosely["tool_calls"] = [_without_defaults(call, defaults) for call in fields["tool_calls"]]
         loose = _digest(b"message", pack(loosely, whole_floats=False))
     reasoning_digest = _digest(b"reasoning", pack(reasoning)) if reasoning else b""

@@ -11,30 +11,29 @@ encoded, and it is sliced out of the template's own rendering.
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from tokenization.added_tokens import AddedTokens
-from tokenization.appended import Appended, append_ids, checked_last_id
-from tokenization.bounds import Bounds
-from tokenization.cache import BoundedCache, CacheInfo
-from tokenization.content_format import ContentFormat
-from tokenization.continuation import Continuation, encode_after_cut, token_before
-from tokenization.cut import cut_tail
-from tokenization.discovery import Discovery, Ending
-from tokenization.encoder import Encoder
+from tokenization.append import (
+    Appended,
+    AppendedIds,
+    checked_last_id,
+    cut_tail,
+    encode_after_cut,
+    token_before,
+)
+from tokenization.cache import BoundedCache, CacheInfo, digest
+from tokenization.discovery import Discovery
+from tokenization.encoder import NO_LIMIT, Encoder, Limit
 from tokenization.errors import InvalidMessages, TemplateUnsupported, UnfinishedTurn
 from tokenization.files import load_files
-from tokenization.keys import digest
-from tokenization.limit import NO_LIMIT, Limit
-from tokenization.locality import Proof
-from tokenization.messages import Message, check_types, for_template
-from tokenization.notes import differences
-from tokenization.proofs import load_proof, proof_key, store_proof
-from tokenization.template import Template, Tools
-from tokenization.turns import RenderOptions
+from tokenization.messages import Message, Tools, check_types, for_template
+from tokenization.proof import Proof, load_proof, proof_key, store_proof
+from tokenization.template import RenderOptions, Template
+from tokenization.traits import ContentFormat
 
 Unfinished = Literal["close", "continue", "reject"]
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
@@ -50,16 +49,13 @@ class ChatTokenizer:
     vocab_size: int
     """Size of the tokenizer or of the model's embedding, whichever is larger: every id is below it."""
     _tokenizer: Any
-    _backend_json: str
+    _encoder: Encoder
     stop_ids: frozenset[int] = frozenset()
     """Ids that end a turn of this model: the tokenizer's EOS, and `eos_token_id` of the generation config."""
     content_format: ContentFormat | None = None
     """The form of content for the template; None to detect it as vLLM does."""
     default_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the template for all renderings, where a request does not set them."""
-    _suffixes: BoundedCache[bytes, Continuation] = field(
-        default_factory=lambda: BoundedCache(1024, lambda continuation: len(continuation.suffix_ids) <= 2_048)
-    )
 
     def __post_init__(self) -> None:
         self._template = Template(self._tokenizer, self.content_format, self.default_template_kwargs)
@@ -68,15 +64,16 @@ class ChatTokenizer:
         special_ids = {number for number, token in tokens if token.special}
         self._added = AddedTokens(self._added_ids, special_ids, self.stop_ids)
         self._discovery = Discovery(self._template, self._added)
-        # created here, not at first use, because no request waits while a tokenizer is loaded
-        self._encoder = Encoder(self._backend_json)
+        self._suffixes: BoundedCache[bytes, AppendedIds] = BoundedCache(
+            1024, lambda appended: len(appended[1]) <= 2_048
+        )
 
     @cached_property
     def fingerprint(self) -> str:
         """32 hexadecimal digits, a digest of vocabulary, merges, chat template and its settings."""
         template = self._tokenizer.chat_template
         source = template if isinstance(template, str) else json.dumps(template, sort_keys=True, default=repr)
-        fingerprint = hashlib.blake2b(self._backend_json.encode(), digest_size=16)
+        fingerprint = hashlib.blake2b(self._encoder.description.encode(), digest_size=16)
         fingerprint.update(b"\0" + source.encode("utf-8", "surrogatepass"))
         if self.content_format or self.default_template_kwargs:
             settings = [self.content_format, dict(self.default_template_kwargs)]
@@ -194,28 +191,21 @@ class ChatTokenizer:
         Raises:
             TokenizerUnavailable: the tokenizer cannot be loaded, is not a fast one, or has no chat template.
         """
-        files = load_files(str(folder), chat_template, revision, trust_remote_code)
+        tokenizer, vocab_size, stop_ids = load_files(str(folder), chat_template, revision, trust_remote_code)
+        encoder = Encoder(tokenizer.backend_tokenizer.to_str())
         return cls(
             str(folder),
-            files.vocab_size,
-            files.tokenizer,
-            files.backend_json,
-            files.stop_ids,
+            vocab_size,
+            tokenizer,
+            encoder,
+            stop_ids,
             content_format,
             default_template_kwargs or {},
         )
 
     def with_content_format(self, content_format: ContentFormat | None) -> "ChatTokenizer":
         """A tokenizer that shares the vocabulary of this one, and passes content to the template as given."""
-        return ChatTokenizer(
-            self.source,
-            self.vocab_size,
-            self._tokenizer,
-            self._backend_json,
-            self.stop_ids,
-            content_format,
-            self.default_template_kwargs,
-        )
+        return replace(self, content_format=content_format)
 
     def render(
         self,
@@ -232,8 +222,8 @@ class ChatTokenizer:
             InvalidMessages: the template refuses the messages.
             TooManyIds, Stopped: as `Encoder.encode`.
         """
-        text = self._template.text(messages, tools, add_generation_prompt, template_kwargs or {})
-        return self._encoder.encode(text, limit)
+        options = RenderOptions(tools, add_generation_prompt, template_kwargs or {})
+        return self._encoder.encode(self._template.text(messages, options), limit)
 
     def append(
         self,
@@ -247,6 +237,7 @@ class ChatTokenizer:
         unfinished: Unfinished = "close",
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        limit: Limit = NO_LIMIT,
     ) -> Appended:
         """Build the next prompt: `prompt_ids` unchanged, then the ids that the template adds after them.
 
@@ -256,7 +247,8 @@ class ChatTokenizer:
 
         Args:
             prompt_ids: the prompt and the completion so far; the last id is the last sampled one. Not copied
-                before `Appended.prompt_ids` is read: until then only add ids to it.
+                before `Appended.prompt_ids` is read: until then only add ids to it. What is appended depends
+                on the last id alone, so a caller that keeps the others itself may pass only that one.
             new_messages: the messages after the sampled turn: tool results, user messages.
             history: the messages up to and including the sampled turn; needed by templates that print
                 details of earlier messages next to new ones, and for a new system message after a developer
@@ -270,49 +262,16 @@ class ChatTokenizer:
             add_generation_prompt: end the prompt with the header of the next assistant turn.
             template_kwargs: variables of the template; every name is allowed but those that `reserved`
                 returns.
+            limit: for the ids to append.
 
         Raises:
             InvalidIds: `prompt_ids` is empty.
             InvalidMessages: the template refuses the new messages.
             TemplateUnsupported: the template does not determine the ids to append.
             UnfinishedTurn: the turn was cut off, and `unfinished` is "reject".
-        """
-        continuation = self.continuation(
-            checked_last_id(prompt_ids),
-            new_messages,
-            history=history,
-            tools=tools,
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
-            unfinished=unfinished,
-            add_generation_prompt=add_generation_prompt,
-            template_kwargs=template_kwargs,
-        )
-        notes = continuation.notes
-        if history:
-            options = RenderOptions(tools, add_generation_prompt, template_kwargs or {})
-            notes += differences(self._template, history[-1], new_messages, options)
-        return append_ids(prompt_ids, continuation.close_ids, continuation.suffix_ids, notes)
-
-    def continuation(
-        self,
-        last_id: int,
-        new_messages: Sequence[Message],
-        *,
-        history: Sequence[Message] | None = None,
-        tools: Tools | None = None,
-        finish_reason: str | None = "stop",
-        stop_reason: str | int | None = None,
-        unfinished: Unfinished = "close",
-        add_generation_prompt: bool = True,
-        template_kwargs: Mapping[str, Any] | None = None,
-        limit: Limit = NO_LIMIT,
-    ) -> Continuation:
-        """The ids to append after ids that end with `last_id`. Arguments and errors are those of `append`.
-
-        Raises also:
             TooManyIds, Stopped: as `Encoder.encode`.
         """
+        last_id = checked_last_id(prompt_ids)
         cut_off = finish_reason in ("length", "abort") or isinstance(stop_reason, str)
         if cut_off and unfinished == "reject":
             raise UnfinishedTurn(
@@ -323,37 +282,24 @@ class ChatTokenizer:
                 raise InvalidMessages(
                     "a turn that is continued takes no new messages: pass none, or close the turn"
                 )
-            return Continuation((), ())
+            return Appended(prompt_ids, [], [])
         check_types(new_messages, history, tools, template_kwargs)
         if not new_messages:
             raise InvalidMessages("must not be empty")
         if history is not None and not _ends_with_assistant(history):
             raise InvalidMessages("`history` must end with the assistant turn")
         options = RenderOptions(tools, add_generation_prompt, template_kwargs or {})
-        self._template.refuse_merged(new_messages, history, tools, options.kwargs)
+        self._template.refuse_merged(new_messages, history, options)
         turn_tail = self._discovery.turn_tail(new_messages, history, options)
         stopped = not cut_off and (last_id in self.stop_ids or last_id == stop_reason)
         cut = cut_tail(turn_tail, last_id, stopped=stopped)
         before = token_before(self._added, turn_tail, cut, last_id)
-        continuation = self._suffixes.get_or_make(
+        close_ids, suffix_ids, notes = self._suffixes.get_or_make(
             turn_tail.key + digest(cut.position, cut.rewritten, before),
             lambda: encode_after_cut(self._encoder, self._added, turn_tail, cut, before, limit),
         )
-        limit.check(len(continuation.close_ids) + len(continuation.suffix_ids))
-        return continuation
-
-    def ending(
-        self,
-        new_messages: Sequence[Message],
-        *,
-        history: Sequence[Message] | None = None,
-        tools: Tools | None = None,
-        add_generation_prompt: bool = True,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Ending:
-        """How the template ends the last turn. Arguments and errors are those of `append`."""
-        options = RenderOptions(tools, add_generation_prompt, template_kwargs or {})
-        return self._discovery.ending(new_messages, history, options)
+        limit.check(len(close_ids) + len(suffix_ids))
+        return Appended(prompt_ids, list(close_ids), list(suffix_ids), notes)
 
     def reserved(self, template_kwargs: Mapping[str, Any]) -> list[str]:
         """The names in `template_kwargs` that are arguments of the renderer, not variables of the template.
@@ -379,7 +325,9 @@ class ChatTokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The template's rendering of a conversation. Raises InvalidMessages."""
-        return self._template.text(messages, tools, add_generation_prompt, template_kwargs or {})
+        return self._template.text(
+            messages, RenderOptions(tools, add_generation_prompt, template_kwargs or {})
+        )
 
     def stop_id(self, *, tools: Tools | None = None, template_kwargs: Mapping[str, Any] | None = None) -> int:
         """The id of the token with which the template closes an assistant turn.
@@ -387,7 +335,7 @@ class ChatTokenizer:
         Raises:
             TemplateUnsupported: the text that closes a turn holds no added token.
         """
-        stop = self._discovery.closes.stop_of_content(RenderOptions(tools, True, template_kwargs or {}))
+        stop = self._discovery.closes.of_content(RenderOptions(tools, True, template_kwargs or {})).stop
         if stop is None:
             raise TemplateUnsupported("the template closes an assistant turn with no token of its own")
         return stop
@@ -399,11 +347,6 @@ class ChatTokenizer:
             InvalidMessages: the text holds half of a surrogate pair.
         """
         return self._encoder.encode(text)
-
-    @property
-    def bounds(self) -> Bounds:
-        """Lower bounds for the ids of texts."""
-        return self._encoder.bounds
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, with special tokens. Only read or compare it: encoding it may give other ids."""

@@ -6,14 +6,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenization.append import Appended
 from tokenization.chat import ChatTokenizer
-from tokenization.discovery import Ending
+from tokenization.encoder import Encoder
 from tokenization.errors import TokenizationError
 from tokenization.messages import Message
 from tokenization.turns import MARK
 
 _USER: dict[str, Any] = {"role": "user", "content": "What is the weather in Paris?"}
 _NEXT: dict[str, Any] = {"role": "user", "content": "And in Rome?"}
+_TURN: dict[str, Any] = {"role": "assistant", "content": "Sunny."}
 _SYSTEM: dict[str, Any] = {"role": "system", "content": "You are brief."}
 _TOOLS: list[dict[str, Any]] = [
     {
@@ -67,8 +69,7 @@ class Report:
     thinking_stripped: bool | None
     """Whether reasoning is dropped from a turn when a user message follows; None if it is never printed."""
     after_messages: str
-    """Which messages determine the text after a turn if a user message follows: see
-    `tokenization.locality`."""
+    """Which messages determine the text after a turn if a user message follows: see `tokenization.proof`."""
     after_results: str
     """Which messages determine it if tool results follow."""
     locality_reason: str
@@ -112,84 +113,69 @@ def load_for_check(source: str) -> ChatTokenizer:
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in added])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<|bos|>", eos_token="<|eos|>")
     tokenizer.chat_template = text
-    return ChatTokenizer(source, len(tokenizer), tokenizer, backend.to_str())
+    return ChatTokenizer(source, len(tokenizer), tokenizer, Encoder(backend.to_str()))
 
 
 def check(tokenizer: ChatTokenizer) -> Report:
     """Examine a template. Refusals of the template are part of the report, not raised."""
     proof = tokenizer.prove()
-    turn = {"role": "assistant", "content": "Sunny."}
-    content_ending = _ending(tokenizer, [_USER, turn], [_NEXT], None)
-    call_ending = _ending(tokenizer, [_USER, _turn_with_calls(1)], _results(1), _TOOLS)
-    endings = [ending for ending in (content_ending, call_ending) if ending is not None]
-    before, after = _text_around(content_ending, str(_NEXT["content"]))
+    results = {name: _append(tokenizer, *each) for name, each in _conversations().items()}
+    content, call = (
+        each if isinstance(each, Appended) else None
+        for each in (results["content, user"], results["tool call, result"])
+    )
+    printed = [each for each in (content, call) if each is not None]
+    stops = [token for each in printed for token in each.close_ids[-1:]]
+    first = [token for each in printed if not each.close_ids for token in each.suffix_ids[:1]]
+    openings = [token for token in first if token in tokenizer.special_ids]
+    before, found, after = tokenizer.decode(content.suffix_ids if content else []).partition(_NEXT["content"])
     return Report(
         source=tokenizer.source,
-        close=content_ending.close if content_ending else None,
-        tool_close=call_ending.close if call_ending else None,
-        stop_tokens=list(dict.fromkeys(stop for ending in endings for stop in ending.stops)),
-        opening_stops=list(dict.fromkeys(ending.opening for ending in endings if ending.opening)),
-        before_user=before,
-        after_user=after,
-        append_only=_append_only(tokenizer, [_USER, turn], [_NEXT]),
+        close=tokenizer.decode(content.close_ids) if content else None,
+        tool_close=tokenizer.decode(call.close_ids) if call else None,
+        stop_tokens=[tokenizer.decode([token]) for token in dict.fromkeys(stops)],
+        opening_stops=[tokenizer.decode([token]) for token in dict.fromkeys(openings)],
+        before_user=before if found else None,
+        after_user=after if found else None,
+        append_only=_append_only(tokenizer, [_USER, _TURN], [_NEXT]),
         thinking_stripped=_thinking_stripped(tokenizer),
         after_messages=str(proof.after_messages),
         after_results=str(proof.after_results),
         locality_reason=proof.reason,
         shapes=[
-            _try_append(tokenizer, name, *conversation) for name, conversation in _conversations().items()
+            Shape(name, isinstance(each, Appended), "" if isinstance(each, Appended) else str(each))
+            for name, each in results.items()
         ],
     )
 
 
 def _conversations() -> dict[str, tuple[list[Message], list[Message], list[dict[str, Any]] | None]]:
     """Conversations by name of their shape: history, new messages, tools."""
-    turn = {"role": "assistant", "content": "Sunny."}
-    thinking = {**turn, "reasoning_content": "Let me see."}
+    thinking = {**_TURN, "reasoning_content": "Let me see."}
     parts = {
         "role": "user",
         "content": [{"type": "text", "text": "And in"}, {"type": "text", "text": "Rome?"}],
     }
     return {
-        "content, user": ([_USER, turn], [_NEXT], None),
-        "system, content, user": ([_SYSTEM, _USER, turn], [_NEXT], None),
+        "content, user": ([_USER, _TURN], [_NEXT], None),
+        "system, content, user": ([_SYSTEM, _USER, _TURN], [_NEXT], None),
         "reasoning, user": ([_USER, thinking], [_NEXT], None),
-        "list content": ([_USER, turn], [parts], None),
+        "list content": ([_USER, _TURN], [parts], None),
         "tool call, result": ([_USER, _turn_with_calls(1)], _results(1), _TOOLS),
         "parallel calls, results": ([_USER, _turn_with_calls(2)], _results(2), _TOOLS),
         "tool call, result, user": ([_USER, _turn_with_calls(1)], [*_results(1), _NEXT], _TOOLS),
     }
 
 
-def _try_append(
-    tokenizer: ChatTokenizer,
-    name: str,
-    history: list[Message],
-    new: list[Message],
-    tools: list[dict[str, Any]] | None,
-) -> Shape:
-    try:
-        # no id is -1: the turn was cut off, and all of its close must be appended
-        tokenizer.continuation(-1, new, history=history, tools=tools, finish_reason="length")
-    except TokenizationError as error:
-        return Shape(name, False, str(error))
-    return Shape(name, True, "")
-
-
-def _ending(
+def _append(
     tokenizer: ChatTokenizer, history: list[Message], new: list[Message], tools: list[dict[str, Any]] | None
-) -> Ending | None:
+) -> Appended | TokenizationError:
+    """What is appended to a turn that was cut off, so with all of its close; or why nothing is."""
+    sampled = tokenizer.encode(_TURN["content"])
     try:
-        return tokenizer.ending(new, history=history, tools=tools)
-    except TokenizationError:
-        return None
-
-
-def _text_around(ending: Ending | None, content: str) -> tuple[str | None, str | None]:
-    if ending is None or content not in ending.after_close:
-        return None, None
-    before, _, after = ending.after_close.partition(content)
-    return before, after
+        return tokenizer.append(sampled, new, history=history, tools=tools, finish_reason="length")
+    except TokenizationError as error:
+        return error
 
 
 def _append_only(tokenizer: ChatTokenizer, history: list[Message], new: list[Message]) -> bool:
@@ -201,7 +187,7 @@ def _append_only(tokenizer: ChatTokenizer, history: list[Message], new: list[Mes
 
 
 def _thinking_stripped(tokenizer: ChatTokenizer) -> bool | None:
-    turn = {"role": "assistant", "content": "Sunny.", "reasoning_content": MARK}
+    turn = {**_TURN, "reasoning_content": MARK}
     try:
         if MARK not in tokenizer.text([_USER, turn], add_generation_prompt=False):
             return None

@@ -11,16 +11,14 @@ from functools import cached_property
 from itertools import product
 
 from tokenization.added_tokens import AddedTokens, Token, common_prefix_length
-from tokenization.cache import BoundedCache
+from tokenization.cache import BoundedCache, digest
 from tokenization.errors import TemplateUnsupported, TokenizationError
 from tokenization.histories import ANY_TOOLS
-from tokenization.keys import digest
-from tokenization.messages import Message
-from tokenization.template import Template, Tools
+from tokenization.messages import Message, Tools
+from tokenization.template import Append, RenderOptions, Template
 from tokenization.turns import (
     MARK,
     PLACEHOLDER_USER,
-    RenderOptions,
     Tail,
     placeholder_context,
     render_tail,
@@ -118,7 +116,9 @@ class Closes:
 
     def _find_content_close(self, options: RenderOptions) -> ContentClose:
         context = [*self._setting[0], PLACEHOLDER_USER, {"role": "assistant", "content": "."}]
-        tail, _ = render_tail(self._template, context, [{"role": "user", "content": "qZuserZq"}], options)
+        tail, _ = render_tail(
+            self._template, Append(context, [{"role": "user", "content": "qZuserZq"}], options)
+        )
         lead = tail.text[: tail.lead]
         shared = self._added.shared(lead, tail.text_if_last)
         closing = self._closing_tokens(lead, shared) or self._only_stop(lead, tail.text_if_last, shared)
@@ -161,7 +161,7 @@ class Closes:
         preambles: list[list[Message]] = [[], [system]]
         for tools, preamble in product((None, ANY_TOOLS), preambles):
             with suppress(TokenizationError):
-                self._template.text([*preamble, PLACEHOLDER_USER], tools, True, {})
+                self._template.text([*preamble, PLACEHOLDER_USER], RenderOptions(tools))
                 return preamble, tools
         return [], None
 
@@ -173,7 +173,7 @@ class Closes:
 
     def _text_without_preamble(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         try:
-            return self._template.text(messages, self._setting[1], add_generation_prompt, {})
+            return self._template.text(messages, RenderOptions(self._setting[1], add_generation_prompt))
         except TokenizationError:
             return ""
 
@@ -242,7 +242,3 @@ class Closes:
             return ""
         end = common_prefix_length(question + prompt, answered[: answered.find(MARK)])
         return (question + prompt)[len(question) : end]
-
-    def stop_of_content(self, options: RenderOptions) -> int | None:
-        """The id of the token that closes a turn without tool calls; None if there is none."""
-        return self.of_content(options).stop

@@ -7,22 +7,20 @@ tokens, which it never merges with the text around them, and the ids that end a 
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from tokenization.added_tokens import AddedTokens, Token
-from tokenization.cache import BoundedCache
+from tokenization.cache import BoundedCache, digest
 from tokenization.closes import Closes, ContentClose
 from tokenization.errors import InvalidMessages, TemplateUnsupported, TokenizationError
-from tokenization.keys import digest
-from tokenization.locality import Locality, Proof, prove, tried_values
 from tokenization.messages import Message
 from tokenization.new_texts import last_text
-from tokenization.template import Template
+from tokenization.proof import Locality, Proof, prove, tried_values
+from tokenization.template import Append, RenderOptions, Template
 from tokenization.turns import (
     Marked,
-    RenderOptions,
     Tail,
     placeholder_context,
     render_marked,
@@ -32,20 +30,6 @@ from tokenization.turns import (
 )
 
 _MAX_SECONDS_SHORTENING = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How a template ends an assistant turn and continues after it."""
-
-    close: str
-    """The text that closes the turn; empty where the opening of the next message ends it."""
-    stops: list[str]
-    """The token that ends the turn, and the token that replaces it when messages follow, if that differs."""
-    opening: str | None
-    """The token that follows a turn without a close; None if the turn has a close."""
-    after_close: str
-    """All text after the close: separators, new messages, generation prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,28 +121,27 @@ class Discovery:
         None if the proof holds for this history. If it does not, the whole history is rendered from now on
         for messages like the new ones.
         """
-        proof = self.proof
+        proof, append = self.proof, Append(history, new, options)
         if proof is None or not self.is_local(new, options):
             return None
-        in_turn, whole = self.tail_in(turn_context(history[-1]), new, options), list(history)
-        if in_turn is None or self._holds(in_turn, whole, new, options):
+        in_turn = self.tail_in(append.after(turn_context(append.turn)))
+        if in_turn is None or self._holds(in_turn, append):
             return None
         self.adopt(proof.demoted(new, "an audit found that earlier messages decide what is printed"))
-        return self._shortest(in_turn, whole, new, options)
+        return self._shortest(in_turn, append)
 
-    def _shortest(
-        self, tail: TurnTail, history: list[Message], new: Sequence[Message], options: RenderOptions
-    ) -> list[Message]:
+    def _shortest(self, tail: TurnTail, append: Append) -> list[Message]:
         """Remove messages while a difference remains: first half of the rest, at last single messages.
 
         Stops after `_MAX_SECONDS_SHORTENING`.
         """
+        history = list(append.context)
         size, until = len(history) // 2, time.monotonic() + _MAX_SECONDS_SHORTENING
         while size:
             start = 0
             while start < len(history) - 1 and time.monotonic() < until:
                 shorter = history[:start] + history[min(start + size, len(history) - 1) :]
-                if self._holds(tail, shorter, new, options):
+                if self._holds(tail, append.after(shorter)):
                     start += size
                 else:
                     history = shorter
@@ -176,59 +159,46 @@ class Discovery:
         """
         if history is None:
             return self._tail_after_any_turn(new, options)
-        context = turn_context(history[-1])
-        key = self._key(list(new), context, options.key())
+        append = Append(list(history), new, options)
+        alone = append.after(turn_context(append.turn))
         in_turn = None
         # a template may refuse the turn alone and accept the whole conversation
         with suppress(TokenizationError):
-            in_turn = self._tail(key, context, new, options)
+            in_turn = self._cached(alone, lambda key: self._find(key, alone)[0])
         if in_turn is not None and self.is_local(new, options):
             return in_turn
-        whole = list(history)
-        history_key = self._key(list(new), whole, options.key())
-        return self._tails.get_or_make(
-            history_key,
-            lambda: self._tail_after_history(history_key, whole, new, options, in_turn),
-            (TokenizationError,),
-        )
+        return self._cached(append, lambda key: self._after_history(key, append, in_turn))
 
-    def _key(self, *parts: object) -> bytes:
-        return digest(*parts, self._template.now())
+    def _cached(self, append: Append, find: Callable[[bytes], TurnTail]) -> TurnTail:
+        """The tail that `find` returns for a key; tails and refusals are cached."""
+        parts = list(append.new), append.context, append.options.key(), self._template.now()
+        key = digest(*parts)
+        return self._tails.get_or_make(key, lambda: find(key), (TokenizationError,))
 
-    def _tail_after_history(
-        self,
-        key: bytes,
-        history: list[Message],
-        new: Sequence[Message],
-        options: RenderOptions,
-        in_turn: TurnTail | None,
-    ) -> TurnTail:
+    def _after_history(self, key: bytes, append: Append, in_turn: TurnTail | None) -> TurnTail:
         """The tail after a whole history; `in_turn` is the tail after its last turn alone.
 
         Mostly the two are equal, or differ in numbers. One rendering shows that if the turn's last text
         occurs in it once.
         """
-        text = self._template.text(
-            [*history, *new], options.tools, options.add_generation_prompt, options.kwargs
-        )
-        start = _end_of_turn(text, history[-1], in_turn) if in_turn is not None else None
+        text = self._template.text([*append.context, *append.new], append.options)
+        start = _end_of_turn(text, append.turn, in_turn) if in_turn is not None else None
         if in_turn is not None and start is not None:
             if text[start:] == in_turn.tail.text:
                 return replace(in_turn, key=key)
             counted = with_other_numbers(in_turn.whole, in_turn.syntax + text[start:])
             if counted is not None:
-                return self._without_syntax(key, counted, options)
-        turn_tail, marked = self._find_marked(key, history, new, options, in_turn)
+                return self._without_syntax(key, counted, append.options)
+        turn_tail, marked = self._find(key, append, in_turn)
         if not marked.agrees_with(text, turn_tail.tail.text):
             raise TemplateUnsupported("what the template prints after a turn depends on the text of the turn")
         return turn_tail
 
     def _tail_after_any_turn(self, new: Sequence[Message], options: RenderOptions) -> TurnTail:
         proof = self.prove()
-        context = placeholder_context(new)
-        key = self._key(list(new), None, options.key())
+        append = Append(placeholder_context(new), new, options)
         # first, because if the template refuses the new messages themselves, its own error is more useful
-        turn_tail = self._tail(key, context, new, options)
+        turn_tail = self._cached(append, lambda key: self._find(key, append)[0])
         if proof.locality(new) is not Locality.NEW or not self._tried(options):
             raise TemplateUnsupported(
                 "what the template prints after a turn may depend on earlier messages: give `history` "
@@ -236,87 +206,49 @@ class Discovery:
             )
         return turn_tail
 
-    def _tail(
-        self,
-        key: bytes,
-        context: Sequence[Message],
-        new: Sequence[Message],
-        options: RenderOptions,
-    ) -> TurnTail:
-        """Like `_find`, but results and refusals are cached."""
-        return self._tails.get_or_make(
-            key, lambda: self._find(key, context, new, options), (TokenizationError,)
-        )
-
-    def tail_in(
-        self, context: Sequence[Message], new: Sequence[Message], options: RenderOptions
-    ) -> TurnTail | None:
-        """The tail of the last turn of a context; None if the template refuses the messages."""
+    def tail_in(self, append: Append) -> TurnTail | None:
+        """The tail of the turn; None if the template refuses the messages."""
         try:
-            return self._find(b"", context, new, options)
+            return self._find(b"", append)[0]
         except TokenizationError:
             return None
 
-    def continues_alike(
-        self, tail: TurnTail, context: Sequence[Message], new: Sequence[Message], options: RenderOptions
-    ) -> bool:
-        """Whether the same ids are appended after a context, or the template refuses the messages."""
+    def continues_alike(self, tail: TurnTail, append: Append) -> bool:
+        """Whether the same ids are appended as after a tail, or the template refuses the messages."""
         try:
-            if render_marked(self._template, context, new, options).text == tail.whole.text:
+            if render_marked(self._template, append).text == tail.whole.text:
                 return True
-            return self._find(b"", context, new, options).appends_as(tail)
+            return self._find(b"", append)[0].appends_as(tail)
         except InvalidMessages:
             return True
         except TokenizationError:
             return False
 
-    def _holds(
-        self, tail: TurnTail, context: Sequence[Message], new: Sequence[Message], options: RenderOptions
-    ) -> bool:
+    def _holds(self, tail: TurnTail, append: Append) -> bool:
         """Whether a tail is printed after a context, both with a marker in the turn and without."""
-        return self.continues_alike(tail, context, new, options) and self.ends(tail, context, new, options)
+        return self.continues_alike(tail, append) and self.ends(tail, append)
 
-    def ends(
-        self, tail: TurnTail, context: Sequence[Message], new: Sequence[Message], options: RenderOptions
-    ) -> bool:
+    def ends(self, tail: TurnTail, append: Append) -> bool:
         """Whether the rendering of context and new messages, without any marker, ends with turn and tail.
 
         Also True if the template refuses the messages. Renders without a marker, because a template may test
         the turn's text, which a marker changes.
         """
         try:
-            messages = [*context, *new]
-            text = self._template.text(messages, options.tools, options.add_generation_prompt, options.kwargs)
-            marked = render_marked(self._template, context, new, options)
+            text = self._template.text([*append.context, *append.new], append.options)
+            marked = render_marked(self._template, append)
         except TokenizationError:
             return True
         return text.endswith(tail.tail.text) and marked.agrees_with(text, tail.tail.text)
 
-    def _find(
-        self,
-        key: bytes,
-        context: Sequence[Message],
-        new: Sequence[Message],
-        options: RenderOptions,
-    ) -> TurnTail:
-        """Render a context and take the turn's own syntax from its tail."""
-        return self._find_marked(key, context, new, options)[0]
-
-    def _find_marked(
-        self,
-        key: bytes,
-        context: Sequence[Message],
-        new: Sequence[Message],
-        options: RenderOptions,
-        guide: TurnTail | None = None,
-    ) -> tuple[TurnTail, Marked]:
-        """Like `_find`; also returns the rendering in which the tail was found.
+    def _find(self, key: bytes, append: Append, guide: TurnTail | None = None) -> tuple[TurnTail, Marked]:
+        """Render, and take the turn's own syntax from the tail; also returns that rendering.
 
         Args:
             guide: the tail of the same turn in a smaller context.
         """
-        whole, marked = render_tail(self._template, context, new, options, guide.whole if guide else None)
-        return self._without_syntax(key, whole, options), marked
+        whole, marked = render_tail(self._template, append, guide.whole if guide else None)
+        return self._without_syntax(key, whole, append.options), marked
 
     def _without_syntax(self, key: bytes, whole: Tail, options: RenderOptions) -> TurnTail:
         """Take the turn's own syntax from a tail, and find the tokens that close the turn."""
@@ -357,25 +289,6 @@ class Discovery:
         if first is None or first not in stops or not close.closers:
             return None
         return Token(first, start, start + len(self._added.text(first)))
-
-    def ending(
-        self, new: Sequence[Message], history: Sequence[Message] | None, options: RenderOptions
-    ) -> Ending:
-        """How the last turn ends, for a person to read. Raises: as `turn_tail`."""
-        turn_tail = self.turn_tail(new, history, options)
-        tail, closing = turn_tail.tail, turn_tail.closing
-        lead = tail.text[: tail.lead]
-        if not closing:
-            opening = turn_tail.tokens[0] if turn_tail.tokens else None
-            return Ending("", [], self._added.text(opening.id) if opening else None, tail.text)
-        end = max(self._added.shared(lead, tail.text_if_last), closing[-1].end)
-        opener = next((t for t in turn_tail.tokens if closing[-1].end <= t.start < end), None)
-        end = opener.start if opener else end
-        stops = [closing[-1].id]
-        token_if_last = self._added.id_at(tail.text_if_last, closing[-1].start)
-        if token_if_last is not None and token_if_last != closing[-1].id:
-            stops.insert(0, token_if_last)
-        return Ending(lead[:end], [self._added.text(stop) for stop in stops], None, tail.text[end:])
 
 
 def _end_of_turn(text: str, turn: Message, turn_tail: TurnTail) -> int | None:

@@ -5,17 +5,39 @@ truncation, padding or added tokens) while another one reads it, version 0.21 fa
 and 0.23 encodes with the change. So the copy is private: callers of transformers change its own tokenizer.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from tokenization.bounds import Bounds
-from tokenization.description import read_description
-from tokenization.errors import InvalidMessages, TemplateUnsupported
-from tokenization.limit import NO_LIMIT, Limit
-from tokenization.pieces import PIECE, Cutter
+from tokenization.errors import InvalidMessages, Stopped, TemplateUnsupported, TooManyIds
+from tokenization.pieces import Cutter, read_description
 from tokenization.token_bytes import TokenBytes
 
-MAX_PIECE = 2**23
+MAX_PIECE = 2**22
 """Most characters in one call of the tokenizer, which takes 100 to 200 bytes of memory for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Ends the tokenising of a text early."""
+
+    max_ids: int | None = None
+    """None for no limit."""
+    stopped: Callable[[], bool] = bool
+    """Returns whether the caller no longer waits; called between the pieces of a long text."""
+
+    def plus(self, more: int) -> "Limit":
+        """The limit for a text with `more` ids of context, which do not count."""
+        return self if self.max_ids is None else replace(self, max_ids=self.max_ids + more)
+
+    def check(self, count: int, *, at_least: bool = False) -> None:
+        """Raise TooManyIds if `count` is over the limit, and Stopped if the caller no longer waits."""
+        if self.stopped():
+            raise Stopped
+        if self.max_ids is not None and count > self.max_ids:
+            raise TooManyIds(count, self.max_ids, at_least=at_least)
+
+
+NO_LIMIT = Limit()
 
 
 class Encoder:
@@ -28,12 +50,12 @@ class Encoder:
         """
         from tokenizers import Tokenizer  # slow to import, so only when needed
 
+        self.description = description
         self._tokenizer = Tokenizer.from_str(description)
         # a tokenizer.json may enable both; engines encode whole prompts without padding
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         parts = read_description(description)
-        self.bounds = Bounds(parts)
         self._cutter = Cutter(parts)
         self._token_bytes = TokenBytes(parts)
 
@@ -48,21 +70,15 @@ class Encoder:
             Stopped: `limit.stopped` returned True.
             TemplateUnsupported: it is longer than `MAX_PIECE`, and the tokenizer merges across all of it.
         """
-        if limit.max_ids is not None and len(text) > limit.max_ids:
-            limit.check(self.bounds.fewest(text, limit.max_ids), at_least=True)
-        if len(text) <= PIECE:
-            ids = self._encode(text)
-        else:
-            ids = []
-            for piece in self._cutter.pieces(text):
-                if len(piece) > MAX_PIECE:
-                    raise TemplateUnsupported(
-                        f"{len(piece)} characters cannot be cut exactly for this tokenizer, and at most "
-                        f"{MAX_PIECE} are tokenised at once: send less text"
-                    )
-                ids += self._encode(piece)
-                limit.check(len(ids), at_least=True)
-        limit.check(len(ids))
+        ids: list[int] = []
+        for piece in self._cutter.pieces(text):
+            if len(piece) > MAX_PIECE:
+                raise TemplateUnsupported(
+                    f"{len(piece)} characters cannot be cut exactly for this tokenizer, and at most "
+                    f"{MAX_PIECE} are tokenised at once: send less text"
+                )
+            ids += self._encode(piece)
+            limit.check(len(ids), at_least=len(piece) < len(text))
         return ids
 
     def _encode(self, text: str) -> list[int]:

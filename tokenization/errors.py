@@ -6,6 +6,7 @@ TokenizationError
 ├── TemplateUnsupported   the template gives no safe place to append after a sampled turn
 ├── UnfinishedTurn        the turn was cut off, and the caller rejects such turns
 ├── PrefixMismatch        the recorded ids are not those of the given history
+├── TooManyIds            a text has more ids than its caller allows
 └── TokenizerUnavailable  no tokenizer or chat template could be loaded
 """
 
@@ -36,3 +37,18 @@ class PrefixMismatch(TokenizationError):
 
 class TokenizerUnavailable(TokenizationError):
     """No tokenizer or chat template could be loaded."""
+
+
+class TooManyIds(TokenizationError):
+    """A text has more ids than its caller allows."""
+
+    def __init__(self, count: int, max_ids: int, *, at_least: bool) -> None:
+        super().__init__(f"{'at least ' if at_least else ''}{count} ids, of at most {max_ids}")
+        self.count = count
+        self.max_ids = max_ids
+        self.at_least = at_least
+        """Whether the text was not tokenised completely, so that it may have more than `count`."""
+
+
+class Stopped(Exception):
+    """The caller no longer waits for the ids. No `TokenizationError`, because nothing failed."""

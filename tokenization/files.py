@@ -1,7 +1,6 @@
 """Loads a tokenizer, its chat template, and the related fields of the model's configuration."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,22 +8,15 @@ from tokenization.errors import TokenizerUnavailable
 from tokenization.template import merge_templates
 
 
-@dataclass(frozen=True, slots=True)
-class Files:
-    """The parts of a `ChatTokenizer`."""
-
-    tokenizer: Any
-    """The transformers tokenizer, with its chat template."""
-    backend_json: str
-    vocab_size: int
-    stop_ids: frozenset[int]
-    """Ids that end a turn: the tokenizer's EOS, and `eos_token_id` of the generation config."""
-
-
 def load_files(
     source: str, chat_template: str | None, revision: str | None, trust_remote_code: bool
-) -> Files:
-    """Load from a folder or the hub. Arguments and errors are those of `ChatTokenizer.load`."""
+) -> tuple[Any, int, frozenset[int]]:
+    """Load from a folder or the hub. Arguments and errors are those of `ChatTokenizer.load`.
+
+    Returns:
+        the transformers tokenizer with its chat template, the size of the vocabulary, and the ids that end a
+        turn: the tokenizer's EOS, and `eos_token_id` of the generation config.
+    """
     from transformers import AutoTokenizer  # slow to import, so only when needed
 
     try:
@@ -45,8 +37,7 @@ def load_files(
         raise TokenizerUnavailable(
             f"the tokenizer in {source!r} has no chat template: pass one, or use a chat model"
         )
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise TokenizerUnavailable(
             f"{source!r} has no fast tokenizer: convert it, so that it has a tokenizer.json"
         )
@@ -57,7 +48,7 @@ def load_files(
     stops = generation.get("eos_token_id", config.get("eos_token_id"))
     stops = stops if isinstance(stops, list) else [stops]
     stop_ids = frozenset(stop for stop in [tokenizer.eos_token_id, *stops] if isinstance(stop, int))
-    return Files(tokenizer, backend.to_str(), max([len(tokenizer), *sizes]), stop_ids)
+    return tokenizer, max([len(tokenizer), *sizes]), stop_ids
 
 
 def _config(source: str, name: str, revision: str | None) -> dict[str, Any]:

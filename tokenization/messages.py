@@ -14,6 +14,8 @@ from tokenization.errors import InvalidMessages
 
 Message = Mapping[str, Any]
 """A chat message of the OpenAI API, as parsed from JSON."""
+Tools = Sequence[Mapping[str, Any]]
+"""Tools as a client declares them, parsed from JSON."""
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
 """The values of `type` of content parts that hold text."""
 IMAGE_PARTS = frozenset({"image_url", "input_image"})
@@ -260,3 +262,35 @@ def _text_of(content: str | list[dict[str, Any]]) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(part["text"] for part in content if "text" in part)
+
+
+def tools_for_template(tools: Tools | None) -> list[Any] | None:
+    """Convert tools from the form that OpenAI clients send; None if there are none.
+
+    vLLM parses the tools of a request and writes them anew, so the fields of each tool have its order, and a
+    missing description is null. Templates print tools as JSON, so both change the prompt.
+
+    Example: `{"function": {"name": "f", "x": 1}, "y": 2}` becomes
+    `{"type": "function", "function": {"name": "f", "description": null, "parameters": null}}`.
+    A tool that is not a function with a name is not changed: vLLM refuses it.
+    """
+    return [_convert_tool(tool) for tool in tools] if tools else None
+
+
+def _convert_tool(tool: Any) -> Any:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        return tool
+    deferred = tool.get("defer_loading")
+    definition = {
+        "name": function["name"],
+        "description": function.get("description"),
+        "parameters": function.get("parameters"),
+    }
+    optional = {
+        "strict": function.get("strict"),
+        "defer_loading": deferred if function.get("defer_loading") is None else function["defer_loading"],
+    }
+    definition.update((key, value) for key, value in optional.items() if value is not None)
+    converted = {"type": "function", "function": definition}
+    return converted if deferred is None else {**converted, "defer_loading": deferred}

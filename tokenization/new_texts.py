@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tokenization.cache import serialized
 from tokenization.errors import TemplateUnsupported
-from tokenization.keys import serialized
 from tokenization.messages import Message, arguments_of, for_template
 
 
@@ -29,11 +29,6 @@ class Marks:
 
     def new(self, index: int, part: int) -> str:
         return f"qZ{self.nonce}new{index}p{part}Zq"
-
-
-def unused_mark(*arguments: object) -> str:
-    """A word that occurs in none of the arguments."""
-    return unused_marks(*arguments).turn
 
 
 def unused_marks(*arguments: object) -> Marks:

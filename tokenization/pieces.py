@@ -19,8 +19,8 @@ Other tokenizers (SentencePiece, which merges across words) are not cut.
 
 import re
 from collections.abc import Iterator
-
-from tokenization.description import Description
+from dataclasses import dataclass
+from typing import Any
 
 PIECE = 2**18
 """Approximate number of characters in a piece."""
@@ -56,6 +56,66 @@ _DEEPSEEK_CJK = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _EXPRESSIONS = frozenset({*_CL100K, _O200K, _DEEPSEEK, _DEEPSEEK_CJK, *_NUMBER_LENGTHS})
 
 
+@dataclass(frozen=True, slots=True)
+class AddedToken:
+    """A token that the tokenizer finds in a text before any other step."""
+
+    content: str
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether it matches its own text only, and no white space next to it."""
+        return not (self.lstrip or self.rstrip or self.single_word)
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    type: str | None = None
+    dropout: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """The parts of a `tokenizer.json` that tell how it splits, and how it spells tokens."""
+
+    normalizers: list[dict[str, Any]]
+    pre_tokenizers: list[dict[str, Any]]
+    decoders: list[dict[str, Any]]
+    """The steps of its normalizer, its pre-tokenizer and its decoder."""
+    added_tokens: list[AddedToken]
+    bpe: bool
+    """Whether its model is BPE without dropout: equal texts then always have equal ids."""
+
+
+def read_description(text: str) -> Description:
+    """Read the content of a `tokenizer.json`."""
+    # not needed to import the package; a third of the time of json, and vocabulary and merges are skipped
+    from msgspec import Raw, json
+
+    parts = json.decode(text, type=dict[str, Raw])
+
+    def steps(name: str, members: str) -> list[dict[str, Any]]:
+        return _flat(json.decode(parts.get(name, b"null"), type=dict[str, Any] | None), members)
+
+    model = json.decode(parts["model"], type=_Model)
+    return Description(
+        steps("normalizer", "normalizers"),
+        steps("pre_tokenizer", "pretokenizers"),
+        steps("decoder", "decoders"),
+        json.decode(parts.get("added_tokens", b"[]"), type=list[AddedToken]),
+        model.type == "BPE" and not model.dropout,
+    )
+
+
+def _flat(part: dict[str, Any] | None, members: str) -> list[dict[str, Any]]:
+    if part is None:
+        return []
+    return [step for each in part[members] for step in _flat(each, members)] if members in part else [part]
+
+
 class Cutter:
     """Cuts texts for one tokenizer."""
 
@@ -76,7 +136,7 @@ class Cutter:
 
 
 def _places(description: Description) -> re.Pattern[str] | None:
-    if not _splits_as_listed(description) or description.vocab is None:
+    if not _splits_as_listed(description) or not description.bpe:
         return None
     tokens = description.added_tokens
     # added tokens are found before a text is split: none may cross a cut, or match white space next to it

@@ -7,7 +7,6 @@ ids of the image, which often hold the same id many times. Both forms arrive her
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from tokenization.errors import TokenizationError
 
@@ -16,7 +15,7 @@ _BYTES = 4
 
 
 class PlaceholdersDiffer(TokenizationError):
-    """The ids do not hold one placeholder for each image, or can be read in several ways."""
+    """The ids do not hold one placeholder for each image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +38,15 @@ def expand(
         the ids with each image expanded, and where each image is in them.
 
     Raises:
-        PlaceholdersDiffer: there is not exactly one placeholder for each image, or it is not certain which
-            ids belong to which image.
+        PlaceholdersDiffer: there is not exactly one placeholder for each image.
     """
-    readings, found = _read(array("i", ids), placeholder, images) or (0, [])
-    if readings != 1:
+    packed = array("i", ids).tobytes()
+    # the placeholders of adjacent images may look like an expansion of the first
+    found = _read(packed, placeholder, images) or _read(packed, placeholder, [[placeholder]] * len(images))
+    if found is None:
         raise PlaceholdersDiffer(
-            f"the ids hold the placeholder {placeholder} {ids.count(placeholder)} times, which fits "
-            f"{len(images)} images in {'several ways' if readings else 'no way'}: send it once for each "
-            "image, or all ids of each image"
+            f"the ids hold the placeholder {placeholder} {ids.count(placeholder)} times, which does not fit "
+            f"{len(images)} images: send it once for each image, or all ids of each image"
         )
     whole: list[int] = []
     spans: list[Span] = []
@@ -85,54 +84,28 @@ def collapse(ids: Sequence[int], placeholder: int, spans: Sequence[Span]) -> lis
     return out
 
 
-def _read(
-    ids: "array[int]", placeholder: int, images: Sequence[Sequence[int]]
-) -> tuple[int, list[Span]] | None:
-    """Read ids as a prompt of images; None if that is impossible.
+def _read(packed: bytes, placeholder: int, images: Sequence[Sequence[int]]) -> list[Span] | None:
+    """Where the images of a prompt are, expanded or not; None if there is another number of them.
 
-    The next image is at the first place where its expansion or a single placeholder is. Of several readings
-    those with the most expanded images count: ids that look like an expansion are one.
-
-    Returns:
-        the number of such readings, and one of them.
+    Ids that look like an expansion are one.
     """
-    packed = ids.tobytes()
-    single = array("i", [placeholder]).tobytes()
-    expanded = [array("i", image).tobytes() for image in images]
-    # by the end of the previous image: expanded images so far, readings so far, and the images of one of them
-    ends: dict[int, tuple[int, int, tuple[Any, ...]]] = {0: (0, 1, ())}
-    for image in expanded:
-        reached: dict[int, tuple[int, int, tuple[Any, ...]]] = {}
-        for end, (wholes, ways, spans) in ends.items():
-            next_single, at = _find(packed, single, end), _find(packed, image, end)
-            found = []
-            if at is not None and (next_single is None or at <= next_single):
-                found.append((Span(at, len(image) // _BYTES), wholes + 1))
-            if next_single is not None and image != single:
-                found.append((Span(next_single, 1), wholes))
-            for span, count in found:
-                new = (count, ways, (spans, span))
-                old = reached.get(span.offset + span.length)
-                if old is not None and old[0] == count:
-                    new = (count, ways + old[1], old[2])
-                if old is None or old[0] <= count:
-                    reached[span.offset + span.length] = new
-        ends = reached
-    read = [each for end, each in ends.items() if _find(packed, single, end) is None]
-    most = max((wholes for wholes, _, _ in read), default=0)
-    best = [each for each in read if each[0] == most]
-    if not best:
-        return None
-    spans, listed = best[0][2], []
-    while spans:
-        spans, span = spans
-        listed.append(span)
-    return sum(ways for _, ways, _ in best), listed[::-1]
+    spans, end = [], 0
+    for image in images:
+        single, at = _find(packed, [placeholder], end), _find(packed, image, end)
+        if at is not None and (single is None or at <= single):
+            spans.append(Span(at, len(image)))
+        elif single is not None:
+            spans.append(Span(single, 1))
+        else:
+            return None
+        end = spans[-1].offset + spans[-1].length
+    return spans if _find(packed, [placeholder], end) is None else None
 
 
-def _find(packed: bytes, part: bytes, start: int) -> int | None:
+def _find(packed: bytes, part: Sequence[int], start: int) -> int | None:
     """The index of the first id from `start` on where some ids are; None if they are nowhere."""
-    at = packed.find(part, start * _BYTES)
+    wanted = array("i", part).tobytes()
+    at = packed.find(wanted, start * _BYTES)
     while at % _BYTES and at >= 0:
-        at = packed.find(part, at + 1)
+        at = packed.find(wanted, at + 1)
     return at // _BYTES if at >= 0 else None

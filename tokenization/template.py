@@ -8,30 +8,49 @@ depends on the template's source only, and is determined once for each template.
 import inspect
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 from typing import Any
 
 from tokenization.cache import BoundedCache
-from tokenization.content_format import ContentFormat, detect_content_format
 from tokenization.errors import InvalidMessages, TemplateUnsupported
-from tokenization.messages import Message, changes_start, for_template
+from tokenization.messages import Message, Tools, changes_start, for_template, tools_for_template
 from tokenization.syntax import Syntax, join_syntaxes, read_syntax
-from tokenization.system_messages import takes_later_system
-from tokenization.tools import tools_for_template
-
-Tools = Sequence[Mapping[str, Any]]
-"""Tools as a client declares them, parsed from JSON."""
+from tokenization.traits import ContentFormat, Traits, read_traits, takes_later_system
 
 
 @dataclass(frozen=True, slots=True)
-class Traits:
-    """The form of messages for a template, read from its source."""
+class RenderOptions:
+    """The inputs of a rendering besides the messages."""
 
-    content_format: ContentFormat
-    developer: bool
-    """Whether it supports the role `developer`: its source holds the quoted word."""
+    tools: Tools | None = None
+    add_generation_prompt: bool = True
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def key(self) -> object:
+        """A value for cache keys."""
+        return [list(self.tools) if self.tools else None, dict(self.kwargs), self.add_generation_prompt]
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """New messages after a sampled turn, and how they are rendered."""
+
+    context: Sequence[Message]
+    """The messages up to and including the turn: the history, or a smaller context that stands for it."""
+    new: Sequence[Message]
+    """The messages after it."""
+    options: RenderOptions
+
+    @property
+    def turn(self) -> Message:
+        """The sampled turn."""
+        return self.context[-1]
+
+    def after(self, context: Sequence[Message]) -> "Append":
+        """The same messages after another context."""
+        return replace(self, context=context)
 
 
 class Template:
@@ -50,42 +69,34 @@ class Template:
         self._traits: BoundedCache[str, Traits] = BoundedCache(8)
         self._lock = threading.Lock()
 
-    def text(
-        self,
-        messages: Sequence[Message],
-        tools: Tools | None,
-        add_generation_prompt: bool,
-        kwargs: Mapping[str, Any],
-    ) -> str:
+    def text(self, messages: Sequence[Message], options: RenderOptions) -> str:
         """Render messages in the form that OpenAI clients send.
 
         Raises:
             InvalidMessages: a message is malformed, the template refuses it, or it fails on it.
         """
-        source = self._source(tools, kwargs)
+        source = self._source(options)
         traits = self.traits(source)
         converted = for_template(
             messages, parts=traits.content_format == "openai", developer=traits.developer
         )
         # vLLM leaves out arguments that are null or "auto", so that the server's defaults apply
-        given = {name: value for name, value in kwargs.items() if value is not None and value != "auto"}
+        given = {
+            name: value for name, value in options.kwargs.items() if value is not None and value != "auto"
+        }
         # fields of the request override template variables of the same name, as in vLLM
         arguments = {
             **self._defaults,
             **given,
             "chat_template": source,
-            "tools": tools_for_template(tools),
-            "add_generation_prompt": add_generation_prompt,
+            "tools": tools_for_template(options.tools),
+            "add_generation_prompt": options.add_generation_prompt,
             "tokenize": False,
         }
         return self._render(converted, arguments)
 
     def refuse_merged(
-        self,
-        new: Sequence[Message],
-        history: Sequence[Message] | None,
-        tools: Tools | None,
-        kwargs: Mapping[str, Any],
+        self, new: Sequence[Message], history: Sequence[Message] | None, options: RenderOptions
     ) -> None:
         """Refuse new messages that an engine merges into the first message of the conversation.
 
@@ -93,7 +104,7 @@ class Template:
             TemplateUnsupported: a new message changes the start of the rendering.
             InvalidMessages: the tokenizer has no template to render the messages with.
         """
-        if changes_start(new, history) and not self.traits(self._source(tools, kwargs)).developer:
+        if changes_start(new, history) and not self.traits(self._source(options)).developer:
             raise TemplateUnsupported(
                 "the template does not know the role `developer`, so the engine merges system and developer "
                 "messages into the first message, and none can be appended: send it as a user message"
@@ -101,7 +112,7 @@ class Template:
 
     def traits(self, source: str) -> Traits:
         """The form of messages that the engine reads from the source of a template."""
-        return self._traits.get_or_make(source, lambda: self._read_traits(source))
+        return self._traits.get_or_make(source, lambda: read_traits(source, self._content_format))
 
     @cached_property
     def syntax(self) -> Syntax:
@@ -113,7 +124,7 @@ class Template:
     def takes_later_system(self) -> bool:
         """Whether the templates for requests with and without tools take later system messages."""
         try:
-            sources = self._source(None, {}), self._source([{}], {})
+            sources = self._source(RenderOptions()), self._source(RenderOptions([{}]))
         except InvalidMessages:
             return False
         return all(map(takes_later_system, sources))
@@ -122,11 +133,6 @@ class Template:
         """The time in the forms that the template prints: equal times give equal renderings."""
         time = datetime.now()
         return [time.strftime(form) for form in self.syntax.time_formats]
-
-    @property
-    def strings(self) -> tuple[str, ...]:
-        """Texts that its source compares with or searches for."""
-        return self.syntax.strings
 
     @cached_property
     def own_arguments(self) -> frozenset[str]:
@@ -140,14 +146,12 @@ class Template:
         }
         return frozenset(names - {"documents", "add_generation_prompt"})
 
-    def _read_traits(self, source: str) -> Traits:
-        developer = '"developer"' in source or "'developer'" in source
-        return Traits(self._content_format or detect_content_format(source), developer)
-
-    def _source(self, tools: Tools | None, kwargs: Mapping[str, Any]) -> str:
+    def _source(self, options: RenderOptions) -> str:
         """The source of the template for a request: tokenizers may have several, one of them for tools."""
         try:
-            source = self._tokenizer.get_chat_template(kwargs.get("chat_template") or None, tools or None)
+            source = self._tokenizer.get_chat_template(
+                options.kwargs.get("chat_template") or None, options.tools or None
+            )
         except (ValueError, TypeError) as error:
             raise InvalidMessages(f"the tokenizer has no chat template for the messages: {error}") from error
         if not isinstance(source, str):

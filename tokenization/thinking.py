@@ -8,8 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from tokenization.chat import ChatTokenizer
-from tokenization.messages import Message
-from tokenization.template import Tools
+from tokenization.messages import Message, Tools
 
 _MARK = "thought-%d-of-7f3c"
 """A text that no template prints itself, and that stays as it is in every rendering."""

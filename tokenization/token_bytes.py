@@ -10,7 +10,7 @@ never to encode again.
 
 from typing import Any
 
-from tokenization.description import Description
+from tokenization.pieces import Description
 
 _BYTE = "<0x00>"
 _SPACE = "\u2581"

@@ -27,12 +27,11 @@ from tokenization.new_texts import (
     Marks,
     check_new_texts,
     has_text,
-    unused_mark,
     unused_marks,
     with_argument,
     with_marks,
 )
-from tokenization.template import Template, Tools
+from tokenization.template import Append, Template
 
 TURN_NOT_PRINTED = "turn_not_printed"
 """A note: the template prints nothing of the turn's tool calls, or not its content."""
@@ -55,7 +54,7 @@ class Tail:
     in_call: bool = False
     """Whether that text is an argument of a tool call, so that the tail starts with the call's own syntax."""
     notes: tuple[str, ...] = ()
-    """How the rendered turn differs from the one that was given: see `tokenization.notes`."""
+    """How the rendered turn differs from the one that was given: see `Appended.notes`."""
     foot: int = 0
     """Length of the text after the last new text, in characters: its close, and the generation prompt."""
 
@@ -63,19 +62,6 @@ class Tail:
         """The tail without its first `length` characters."""
         last = self.text_if_last[length:] if self.text_if_last[:length] == self.text[:length] else ""
         return replace(self, text=self.text[length:], lead=self.lead - length, text_if_last=last)
-
-
-@dataclass(frozen=True, slots=True)
-class RenderOptions:
-    """The inputs of a rendering besides the messages."""
-
-    tools: Tools | None
-    add_generation_prompt: bool
-    kwargs: Mapping[str, Any]
-
-    def key(self) -> object:
-        """A value for cache keys."""
-        return [list(self.tools) if self.tools else None, dict(self.kwargs), self.add_generation_prompt]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +118,8 @@ class Marked:
         return all(word in turn for word in re.findall(r"\w+", unmarked[start : len(unmarked) - end]))
 
 
-def render_tail(
-    template: Template,
-    context: Sequence[Message],
-    new: Sequence[Message],
-    options: RenderOptions,
-    guide: Tail | None = None,
-) -> tuple[Tail, Marked]:
-    """Render `context`, whose last message is the assistant turn, with `new`; cut at the marker.
+def render_tail(template: Template, append: Append, guide: Tail | None = None) -> tuple[Tail, Marked]:
+    """Render a context and new messages; cut at the marker.
 
     Args:
         guide: the tail of the same turn in a smaller context. If the tail begins in the same way, or differs
@@ -150,21 +130,21 @@ def render_tail(
         InvalidMessages: the template refuses the messages in every form of the turn.
         TemplateUnsupported: the template prints nothing of an assistant turn, or a new text not exactly once.
     """
-    marks = unused_marks(context, new, options.tools, dict(options.kwargs))
-    marked = render_marked(template, context, new, options, marks.turn)
+    marks = unused_marks(append.context, append.new, append.options.tools, dict(append.options.kwargs))
+    marked = render_marked(template, append, marks)
     same_form = guide is not None and (guide.in_call, guide.notes) == (marked.in_call, marked.notes)
     tail = _guided(guide, marked.text) if guide is not None and same_form else None
     if tail is None:
-        lead, foot = _around_new_texts(template, marked.messages, new, options, marks)
+        lead, foot = _around_new_texts(template, append.after(marked.messages), marks)
         tail = Tail(
             marked.text,
             common_prefix_length(marked.text, lead),
-            _tail_if_last(template, marked.messages, options, marks.turn),
+            _tail_if_last(template, append.after(marked.messages), marks.turn),
             marked.in_call,
             marked.notes,
             len(foot) if marked.text.endswith(foot) else 0,
         )
-    check_new_texts(tail.text[tail.lead : len(tail.text) - tail.foot], new, template.strings)
+    check_new_texts(tail.text[tail.lead : len(tail.text) - tail.foot], append.new, template.syntax.strings)
     return tail, marked
 
 
@@ -203,23 +183,19 @@ def with_other_numbers(guide: Tail, text: str) -> Tail | None:
     return tail if next(leads) == next(leads) else None
 
 
-def render_marked(
-    template: Template,
-    context: Sequence[Message],
-    new: Sequence[Message],
-    options: RenderOptions,
-    mark: str | None = None,
-) -> Marked:
-    """Render `context`, whose last message is the assistant turn, with `new` and with a marker in the turn.
+def render_marked(template: Template, append: Append, marks: Marks | None = None) -> Marked:
+    """Render a context and new messages, with a marker in the turn.
 
     Raises: as `render_tail`.
     """
-    mark = mark or unused_mark(context, new, options.tools, dict(options.kwargs))
+    if marks is None:
+        marks = unused_marks(append.context, append.new, append.options.tools, dict(append.options.kwargs))
+    mark = marks.turn
     refusal: InvalidMessages | None = None
-    for turn, replaced, notes in _marked_forms(context[-1], mark):
-        marked = [*context[:-1], turn]
+    for turn, replaced, notes in _marked_forms(append.turn, mark):
+        marked = [*append.context[:-1], turn]
         try:
-            text = _render(template, [*marked, *new], options)
+            text = template.text([*marked, *append.new], append.options)
         except InvalidMessages as error:
             refusal = error
             continue
@@ -227,19 +203,15 @@ def render_marked(
         if mark in after:
             raise TemplateUnsupported("the template prints the text of a turn more than once")
         if found:
-            return Marked(marked, context[-1], mark, before, after, replaced, notes)
+            return Marked(marked, append.turn, mark, before, after, replaced, notes)
     if refusal is not None:
         raise refusal
     raise TemplateUnsupported("the template prints nothing of an assistant turn")
 
 
-def _render(template: Template, messages: Sequence[Message], options: RenderOptions) -> str:
-    return template.text(messages, options.tools, options.add_generation_prompt, options.kwargs)
-
-
-def _tail_if_last(template: Template, marked: Sequence[Message], options: RenderOptions, mark: str) -> str:
+def _tail_if_last(template: Template, marked: Append, mark: str) -> str:
     try:
-        text = template.text(marked, options.tools, False, options.kwargs)
+        text = template.text(marked.context, replace(marked.options, add_generation_prompt=False))
     except InvalidMessages:
         return ""
     before, _, after = text.partition(mark)
@@ -295,13 +267,7 @@ def _without_part_closing(before: str, after: str) -> str:
     return after
 
 
-def _around_new_texts(
-    template: Template,
-    marked: Sequence[Message],
-    new: Sequence[Message],
-    options: RenderOptions,
-    marks: Marks,
-) -> tuple[str, str]:
+def _around_new_texts(template: Template, marked: Append, marks: Marks) -> tuple[str, str]:
     """The text between the turn and the first new text, and the text after the last one.
 
     Both are from a rendering with markers as the new texts.
@@ -310,14 +276,14 @@ def _around_new_texts(
         TemplateUnsupported: a new text is not printed exactly once after the turn, or text of the turn is
             printed after it.
     """
-    turn = dict(marked[-1])
+    turn = dict(marked.turn)
     if turn.get("tool_calls") and turn.get("content") and marks.turn not in repr(turn["content"]):
         turn["content"] = marks.content
     words: dict[str, int] = {}
     blank: list[str] = []
-    messages = [with_marks(message, index, marks, words, blank) for index, message in enumerate(new)]
+    messages = [with_marks(message, index, marks, words, blank) for index, message in enumerate(marked.new)]
     try:
-        whole = _render(template, [*marked[:-1], turn, *messages], options)
+        whole = template.text([*marked.context[:-1], turn, *messages], marked.options)
     except InvalidMessages as error:
         raise TemplateUnsupported(
             f"the template does not take other text in the place of a new message: {error}"
@@ -332,7 +298,7 @@ def _around_new_texts(
             times = before.count(word) + after.count(word)
             where = "before the turn" if word in before else f"{times} times"
             raise TemplateUnsupported(
-                f"the template prints new message {index} ({new[index].get('role')}) {where}"
+                f"the template prints new message {index} ({marked.new[index].get('role')}) {where}"
             )
     after = _without_part_closing(before, after)
     printed = [

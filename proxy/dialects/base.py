@@ -6,13 +6,11 @@ from typing import Any, ClassVar, Protocol
 from proxy.dialects.prompt_fields import template_kwargs
 from proxy.dialects.translated import Translation
 from proxy.errors import BadRequest
-from proxy.fields import raw, raw_value, read
+from proxy.fields import flag, raw, raw_value, read, stream_options
 from proxy.history.vocabulary import Reason
 from proxy.http import Request
-from proxy.turn.engine_request import flag, stream_options
-from proxy.turn.message_ids import asks_on_messages
-from proxy.turn.request import ChatRequest, Rendering, RetrySigns, SessionRef, ThinkingPolicy
-from proxy.turn.visible import Visible
+from proxy.turn.request import ChatRequest, Rendering, RetrySigns, SessionRef, ThinkingPolicy, Visible
+from proxy.turn.required_prefix import asks_on_messages
 from proxy.types import Fields, Headers
 
 _OPTIONS = ("tool_choice", "response_format", "structured_outputs", "mm_processor_kwargs", "media_io_kwargs")
@@ -22,6 +20,12 @@ _SPECIAL = frozenset(
 )
 """Fields that change the rendering, or that a prompt of ids cannot serve."""
 _IDEMPOTENCY_KEY, _RETRY_COUNT = b"idempotency-key", b"x-stainless-retry-count"
+
+
+Schema = dict[str, Any]
+
+IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+"""Token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,27 +62,20 @@ class Dialect(Protocol):
         return None
 
 
-def visible_of(fields: Fields) -> Visible:
-    """The recorded fields that the client requested."""
-    options = stream_options(fields)
-    usage = flag(options, "include_usage")
-    running = usage and flag(options, "continuous_usage_stats")
-    reasoning = raw_value(fields, "include_reasoning") not in (b"false", b"0")
-    ids, logprobs = flag(fields, "return_token_ids"), flag(fields, "logprobs")
-    on_messages = logprobs and reasoning and asks_on_messages(fields)
-    return Visible(ids and reasoning, logprobs and reasoning, usage, running, reasoning, on_messages)
-
-
-def visible_of_prompts(fields: Fields, *, logprobs: bool) -> Visible:
-    """The recorded fields that the client of a route without messages requested.
+def visible_of(fields: Fields, *, logprobs: bool | None = None) -> Visible:
+    """The recorded fields that the client requested.
 
     Args:
-        logprobs: whether it requested log-probabilities; where a request does that depends on the route.
+        logprobs: whether it requested log-probabilities, where a field other than `logprobs` tells.
     """
     options = stream_options(fields)
     usage = flag(options, "include_usage")
     running = usage and flag(options, "continuous_usage_stats")
-    return Visible(flag(fields, "return_token_ids"), logprobs, usage, running)
+    reasoning = raw_value(fields, "include_reasoning") not in (b"false", b"0")
+    ids = flag(fields, "return_token_ids")
+    logprobs = flag(fields, "logprobs") if logprobs is None else logprobs
+    on_messages = logprobs and reasoning and asks_on_messages(fields)
+    return Visible(ids and reasoning, logprobs and reasoning, usage, running, reasoning, on_messages)
 
 
 def apply_session(fields: Fields, session: SessionFields | None) -> None:
@@ -111,14 +108,11 @@ def chat_request(
     except BadRequest:
         special = special or Reason.SPECIAL_REQUEST  # the engine refuses it with its own message
     parsed: dict[str, Any] = {
-        **_shared(request, fields, session),
+        **shared_fields(request, fields, session, fields),
         "messages": raw_value(fields, "messages") or b"",
         "rendering": rendering,
         "model": model,
         "visible": visible,
-        "choices": max(1, int(number(fields, "n") or 1)),
-        "temperature": number(fields, "temperature"),
-        "routed_experts_start": routed_experts_start(fields),
         "special": special or "",
         "thinking": thinking,
         # without a generation prompt, the template does not render the sampled text as a turn
@@ -127,32 +121,31 @@ def chat_request(
     return ChatRequest(**(parsed | more))
 
 
-def prompt_request(
-    request: Request, fields: Fields, session: SessionFields | None, **more: Any
-) -> ChatRequest:
-    """The `ChatRequest` of a request with prompts in place of messages.
+def shared_fields(
+    request: Request, fields: Fields, session: SessionFields | None, sampling: Fields
+) -> dict[str, Any]:
+    """The fields of a `ChatRequest` that do not depend on the wire format.
 
     Args:
-        fields: the request, with the session's fields applied.
-        more: fields of `ChatRequest` that the dialect sets itself.
-
-    Raises:
-        BadRequest: `model` is not a string.
+        sampling: the fields that hold the sampling parameters.
     """
-    shared = _shared(request, fields, session)
-    model = read(fields, "model", str)
-    return ChatRequest(**shared, messages=b"", rendering=Rendering(), model=model, findable=False, **more)
-
-
-def _shared(request: Request, fields: Fields, session: SessionFields | None) -> dict[str, Any]:
-    """The fields of a `ChatRequest` that do not depend on the wire format."""
+    start = number(sampling, "routed_experts_prompt_start") or 0
     return {
         "fields": fields,
         "headers": request.headers,
         "tenant": request.tenant,
         "session": session.ref if session else None,
-        "retry": _retry_signs(request),
+        "retry": RetrySigns(
+            header(request.headers, _IDEMPOTENCY_KEY),
+            header(request.headers, _RETRY_COUNT),
+            request.path.partition("?")[0],
+            request.body,
+        ),
         "stream": flag(fields, "stream"),
+        "choices": max(1, int(number(sampling, "n") or 1)),
+        "temperature": number(sampling, "temperature"),
+        # the engine refuses other values
+        "routed_experts_start": int(start) if 0 <= start < 2**31 else 0,
     }
 
 
@@ -170,16 +163,10 @@ def _rendering(fields: Fields) -> Rendering:
     kwargs = template_kwargs(fields)
     if (template := read(fields, "chat_template", str)) is not None:
         kwargs["chat_template"] = template
-    return Rendering(
-        raw_value(fields, "tools") or b"",
-        bytes(raw(kwargs)) if kwargs else b"",
-        {
-            name: value
-            for name in _OPTIONS
-            if name in fields and (value := raw_value(fields, name)) is not None
-        },
-        read(fields, "add_generation_prompt", bool) is not False,
-    )
+    options = {name: value for name in _OPTIONS if (value := raw_value(fields, name)) is not None}
+    generates = read(fields, "add_generation_prompt", bool) is not False
+    tools = raw_value(fields, "tools") or b""
+    return Rendering(tools, bytes(raw(kwargs)) if kwargs else b"", options, generates)
 
 
 def _special(fields: Fields) -> Reason | None:
@@ -204,21 +191,16 @@ def number(fields: Fields, name: str) -> float | None:
         return None
 
 
-def routed_experts_start(fields: Fields) -> int:
-    """The number of prompt ids without routed experts; 0 if the value is none that the engine accepts."""
-    start = number(fields, "routed_experts_prompt_start") or 0
-    return int(start) if 0 <= start < 2**31 else 0
-
-
-def _retry_signs(request: Request) -> RetrySigns:
-    return RetrySigns(
-        header(request.headers, _IDEMPOTENCY_KEY),
-        header(request.headers, _RETRY_COUNT),
-        request.path.partition("?")[0],
-        request.body,
-    )
-
-
 def header(headers: Headers, name: bytes) -> bytes:
     """The value of a header; empty if it is missing."""
     return next((value for key, value in headers if key == name), b"")
+
+
+def request_body(description: str, properties: Schema) -> Schema:
+    """A required body: an object with some of its fields.
+
+    Args:
+        description: what the other fields are.
+    """
+    schema = {"type": "object", "description": description, "properties": properties}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

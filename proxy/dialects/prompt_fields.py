@@ -8,7 +8,7 @@ import msgspec
 from proxy.errors import BadRequest
 from proxy.fields import parse, raw_value, read
 from proxy.media import media_kind
-from proxy.turn.engine_json import CUT, CUT_FROM_BYTES
+from proxy.turn.cut import CUT_FROM_BYTES, MARK
 from proxy.turn.request import GivenIds
 from proxy.types import Fields
 from tokenization import ChatTokenizer, InvalidIds, ids
@@ -17,14 +17,9 @@ from tokenization.messages import image_url
 ALIASES = ("prompt_ids", "tokens", "prompt_token_ids")
 """Names under which clients send the exact prompt."""
 _PROMPT = re.compile(rb'"(%b)": ?\[' % "|".join(ALIASES).encode())
-_KIND_OF_LIST = re.compile(rb"\[\s*(.)", re.DOTALL)
-"""The first byte of the first item of a JSON array."""
 _START = 65_536
 """Bytes in which the array of a large body must begin."""
 _FEW = 64
-
-
-_split = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 class _Content(msgspec.Struct):
@@ -49,9 +44,9 @@ def parse_with_ids(body: bytes) -> Fields:
         array = array.replace(b", ", b",")
     if not ids.count_compact(array):
         return parse(body)
-    fields = parse(b"".join((memoryview(body)[:start], CUT, memoryview(body)[end:])))
+    fields = parse(b"".join((memoryview(body)[:start], MARK, memoryview(body)[end:])))
     name = found[1].decode()
-    if name not in fields or bytes(fields[name]) != CUT:
+    if name not in fields or bytes(fields[name]) != MARK:
         return parse(body)  # the array belongs to something inside a field
     fields[name] = msgspec.Raw(array)
     return fields
@@ -89,31 +84,6 @@ def checked_ids(field: str, raw: bytes, position: int | None = None) -> GivenIds
     except InvalidIds as error:
         name = field if position is None else f"{field}[{position}]"
         raise BadRequest(f"`{name}` {error}", param=field) from error
-
-
-def read_prompts(fields: Fields) -> tuple[GivenIds | None, ...]:
-    """The prompts of a completions request, in their order; None for each that is a text.
-
-    Raises:
-        BadRequest: `prompt` is missing, empty, or of another shape than vLLM takes.
-    """
-    raw = raw_value(fields, "prompt")
-    if raw is None and raw_value(fields, "prompt_embeds") is not None:
-        return (None,)
-    if raw is None:
-        raise BadRequest("`prompt` is required", param="prompt")
-    if raw[:1] == b'"':
-        return (None,)
-    kind = _KIND_OF_LIST.match(raw)
-    if kind is None or kind[1] not in (b'"', b"["):
-        return (checked_ids("prompt", raw),)
-    prompts = _split(raw)
-    if kind[1] == b"[":
-        return tuple(checked_ids("prompt", bytes(each), i) for i, each in enumerate(prompts))
-    for position, each in enumerate(prompts):
-        if bytes(memoryview(each)[:1]) != b'"':
-            raise BadRequest(f"`prompt[{position}]` must be a string, as the first one is", param="prompt")
-    return (None,) * len(prompts)
 
 
 def take_append(fields: Fields, prompt: GivenIds | None) -> bytes | None:

@@ -1,175 +1,197 @@
-"""Responses in another wire format than the engine's: translated from a chat completion or its chunks."""
+"""Answers in another wire format than the engine's, and streams of them that begin in time."""
 
 import asyncio
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
-import msgspec
-
-from proxy.dialects.chat_parts import Chat, ErrorPart, decode_chat
-from proxy.engine.sse import event_data, split_events
-from proxy.errors import ApiError, EngineBroken
+from proxy.engine.sse import split_events
+from proxy.errors import ApiError
+from proxy.fields import is_null
+from proxy.history.completion import Completion
 from proxy.history.echo import Signer, TurnTokens
 from proxy.http import JSON_HEADERS, BytesResponse, KeptAlive, Response, is_event_stream
+from proxy.turn import wire
+from proxy.turn.answer import Answer
+from proxy.turn.usual_chunk import Piece, UsualChunk
 from proxy.types import Headers
 
-_DONE = b"[DONE]"
 _EVENTS: Headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
-class Translation(ABC):
-    """Writes one response in a wire format. It reads either one completion, or chunks and then their end."""
+class Translation(Answer):
+    """Writes one response in a wire format, which has one output: of several choices, the first."""
 
     keep_alive = b": keep-alive\n\n"
     """The event that is sent while the engine is silent."""
-
-    turn_id = ""
-    """The id of the turn, set before anything is read; empty for a turn that is not recorded."""
+    reasoning = True
+    """Whether the client gets the reasoning."""
     signer: Signer | None = None
     """Makes the tokens that clients send back; None while the store does not respond."""
     tenant = ""
     """The tenant whose request is answered."""
+
+    def __init__(self) -> None:
+        self.begun = self._ended = False
+        self.head = wire.Completion()
+        """The completion, or the first chunk."""
+        self.usage = wire.Usage()
+        self.finish: str | None = None
 
     @property
     def tokens(self) -> TurnTokens | None:
         """Makes the tokens of the turn; None for a turn that is not recorded."""
         return TurnTokens(self.signer, self.tenant, self.turn_id) if self.signer and self.turn_id else None
 
-    @abstractmethod
-    def whole(self, completion: Chat) -> bytes:
-        """The body for a whole completion."""
+    def thought(self, message: dict[str, Any]) -> str:
+        """The reasoning in a message, or in a piece of one, that the client gets."""
+        return wire.thought_of(message) if self.reasoning else ""
 
-    @abstractmethod
+    def whole(self, parsed: wire.Parsed, body: bytes, read: Completion) -> bytes:
+        """See `Answer.whole`. Raises EngineBroken."""
+        choice = (parsed.completion.choices or (wire.Choice(),))[0]
+        choice.index = 0
+        self._read(parsed.completion, [choice])
+        return self.message(choice)
+
+    def event(self, event: bytes, usual: UsualChunk | None, read: Piece | wire.Parsed) -> bytes:
+        """See `Answer.event`. Raises EngineBroken."""
+        if self._ended:
+            return b""
+        if isinstance(read, Piece):
+            choices: Sequence[wire.Choice] = [wire.Choice(read.choice, delta={read.field: read.text})]
+        else:
+            chunk = read.completion
+            if chunk.error is not wire.ABSENT and not is_null(chunk.error):
+                problem = wire.problem_of(read.cut.rest)
+                status = problem.code if isinstance(problem.code, int) and 400 <= problem.code < 600 else 500
+                return self.error_event(status, problem.message, problem.name)
+            choices = chunk.choices or ()
+            self._read(chunk, choices)
+        events = b"" if self.begun else self.begin()
+        for choice in choices:
+            if not choice.index:
+                events += self.piece(choice)
+        return events
+
+    def _read(self, chunk: wire.Completion, choices: Sequence[wire.Choice]) -> None:
+        if not self.head.id:
+            self.head = chunk
+        self.usage = chunk.usage or self.usage
+        for choice in choices:
+            if choice.finish_reason is not None and not choice.index:
+                self.finish = choice.finish_reason
+
     def begin(self) -> bytes:
-        """The events with which a stream begins, although nothing was read yet."""
+        """The events with which a stream begins, although nothing may have been read yet."""
+        self.begun = True
+        return self.start()
 
-    @abstractmethod
-    def chunk(self, chunk: Chat) -> bytes:
-        """The events for the next chunk; those with which a stream begins first, if they were not sent."""
-
-    @abstractmethod
     def end(self) -> bytes:
-        """The events after the last chunk."""
+        """See `Answer.end`. Raises EngineBroken."""
+        if self._ended:
+            return b""
+        beginning = b"" if self.begun else self.begin()
+        events = beginning + self.finished()
+        self._ended = True
+        return events
 
-    @abstractmethod
-    def error(self, status: int, message: str, code: str | None) -> bytes:
-        """The body of a response for an error of the engine."""
-
-    @abstractmethod
     def error_event(self, status: int, message: str, code: str | None) -> bytes:
         """The last event of a stream for an error of the engine that came after the stream began."""
+        beginning = b"" if self.begun else self.begin()
+        self._ended = True
+        return beginning + self.failed(status, message, code)
 
     def in_stream(self, status: int, message: str, code: str | None) -> bool:
         """Whether an error is sent as a stream, although no stream began."""
         return False
 
-    def broken(self, error: ApiError) -> bytes:
-        """The events of a stream that cannot be completed, before the error event that every route has."""
-        return b""
+    @abstractmethod
+    def message(self, choice: wire.Choice) -> bytes:
+        """The body for a whole completion. Raises EngineBroken."""
 
-    async def settle(self) -> None:  # noqa: B027 - most formats have nothing to do
-        """Do what must be done before the client gets the end of the response, such as to store it."""
+    @abstractmethod
+    def start(self) -> bytes:
+        """See `begin`."""
+
+    @abstractmethod
+    def piece(self, choice: wire.Choice) -> bytes:
+        """The events for the next piece of the answer. Raises EngineBroken."""
+
+    @abstractmethod
+    def finished(self) -> bytes:
+        """The events after the last piece. Raises EngineBroken."""
+
+    @abstractmethod
+    def failed(self, status: int, message: str, code: str | None) -> bytes:
+        """The event that ends a stream with an error."""
+
+    @abstractmethod
+    def error(self, status: int, message: str, code: str | None) -> bytes:
+        """The body of a response for an error of the engine."""
 
 
-async def translate(response: Response, translation: Translation, silence_s: float) -> Response:
-    """The response in the wire format of a translation.
-
-    Args:
-        silence_s: after so many seconds of silence, a stream gets an event that keeps it alive.
-
-    Raises:
-        EngineBroken: the engine's response is no chat completion.
-    """
-    translation.turn_id = _turn_id(response.headers)
-    if response.status < 400 and is_event_stream(response.headers):
-        return TranslatedStream(response, translation, silence_s)
+async def translated_error(response: Response, translation: Translation) -> Response:
+    """An error of the engine in the wire format of a translation; any other response as it is."""
+    if response.status < 400:
+        return response
     try:
-        body = await response.read()
+        problem = wire.problem_of(await response.read())
     finally:
         await response.aclose()
+    told = (response.status, problem.message, problem.name)
     headers = [*_kept(response.headers), *JSON_HEADERS]
-    if response.status >= 400:
-        problem = (response.status, *problem_of(body))
-        if translation.in_stream(*problem):
-            return BytesResponse(200, list(_EVENTS), translation.error_event(*problem))
-        return BytesResponse(response.status, headers, translation.error(*problem))
-    whole = translation.whole(_chat(body))
-    await translation.settle()
-    return BytesResponse(response.status, headers, whole)
+    return _in_stream(translation, *told) or BytesResponse(response.status, headers, translation.error(*told))
+
+
+def _in_stream(translation: Translation, status: int, message: str, code: str | None) -> Response | None:
+    """An error that is sent as a stream; None if it is not."""
+    if not translation.in_stream(status, message, code):
+        return None
+    return BytesResponse(200, list(_EVENTS), translation.error_event(status, message, code))
+
+
+async def serve_early(
+    serve: Callable[[], Coroutine[Any, Any, Response]], translation: Translation, silence_s: float
+) -> Response:
+    """The response to a streamed turn; after `silence_s` seconds one that begins before the turn.
+
+    Raises:
+        ApiError: the turn cannot be served.
+    """
+    turn = asyncio.create_task(serve())
+    try:
+        await asyncio.wait([turn], timeout=silence_s)
+        if not turn.done():
+            return TranslatedStream(turn, _EVENTS, translation, silence_s)
+        response = turn.result()
+        if response.status < 400 and is_event_stream(response.headers):
+            headers = [*_kept(response.headers), *_EVENTS]
+            return TranslatedStream(turn, headers, translation, silence_s)
+        return await translated_error(response, translation)
+    except BaseException as error:  # cancellation too: the engine must stop generating
+        await end(turn)
+        if isinstance(error, ApiError):
+            in_stream = _in_stream(translation, error.status, error.message, error.code)
+            if in_stream is not None:
+                return in_stream
+        raise
 
 
 class TranslatedStream(KeptAlive):
-    """A stream of chunks in another wire format. What arrived together is sent together."""
+    """A stream in another wire format, kept alive while the engine is silent.
 
-    def __init__(self, response: Response, translation: Translation, silence_s: float) -> None:
-        self.status = response.status
-        self.headers = [*_kept(response.headers), *_EVENTS]
-        self.keep_alive = translation.keep_alive
-        self.silence_s = silence_s
-        self._response = response
-        self._translation = translation
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """The events, in blocks of whole events.
-
-        Raises:
-            EngineBroken: the engine's stream breaks, or an event is no chunk.
-        """
-        try:
-            async for block in translated(self._response, self._translation):
-                yield block
-        except ApiError as error:
-            yield self._translation.broken(error)
-            raise
-
-    async def read(self) -> bytes:
-        """All events."""
-        return b"".join([chunk async for chunk in self.chunks()])
-
-    async def aclose(self) -> None:
-        """Close the response that is translated."""
-        await self._response.aclose()
-
-
-async def translated(response: Response, translation: Translation) -> AsyncIterator[bytes]:
-    """The events of a stream of chunks in another format. Raises EngineBroken."""
-    async for block in response.chunks():
-        ready: list[bytes] = []
-        for event in split_events(block):
-            data = event_data(event)
-            if data == _DONE:
-                if sent := b"".join(ready):
-                    yield sent
-                ready = [translation.end()]
-                await translation.settle()
-            elif data is not None:
-                chunk = _chat(data)
-                if chunk.error is not None:
-                    ready.append(_error_event(chunk.error, translation))
-                    yield b"".join(ready)
-                    return
-                ready.append(translation.chunk(chunk))
-        if sent := b"".join(ready):
-            yield sent
-
-
-def _error_event(error: ErrorPart, translation: Translation) -> bytes:
-    """The event for an error of the engine in the middle of a stream."""
-    status = error.code if isinstance(error.code, int) and 400 <= error.code < 600 else 500
-    return translation.error_event(status, error.message, error.code if isinstance(error.code, str) else None)
-
-
-class EarlyStream(KeptAlive):
-    """A stream that begins before the engine responds, because that takes long: clients give up in silence.
-
-    Its status and headers are sent already, so an error of the engine is its last event.
+    If the engine has not responded when it begins, an error of the engine is its last event: status and
+    headers are sent already.
     """
 
     status = 200
 
-    def __init__(self, turn: "asyncio.Task[Response]", translation: Translation, silence_s: float) -> None:
-        self.headers: Headers = list(_EVENTS)
+    def __init__(
+        self, turn: "asyncio.Task[Response]", headers: Headers, translation: Translation, silence_s: float
+    ) -> None:
+        """`turn` ends with the response of `serve_turn`."""
+        self.headers = list(headers)
         self.keep_alive = translation.keep_alive
         self.silence_s = silence_s
         self._turn = turn
@@ -177,18 +199,25 @@ class EarlyStream(KeptAlive):
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The events, in blocks of whole events. Raises ApiError."""
-        yield self._translation.begin()
+        begun = 0
+        if not self._turn.done():
+            beginning = self._translation.begin()
+            begun = len(split_events(beginning))
+            yield beginning
         try:
             response = await asyncio.shield(self._turn)
-            self._translation.turn_id = _turn_id(response.headers)
             if response.status >= 400:
-                yield self._translation.error_event(response.status, *problem_of(await response.read()))
+                problem = wire.problem_of(await response.read())
+                yield self._translation.error_event(response.status, problem.message, problem.name)
                 return
-            async for block in translated(response, self._translation):
-                yield block
         except ApiError as error:
             yield self._translation.broken(error)
             raise
+        if begun and isinstance(response, BytesResponse):  # a retry gets an earlier stream, without its start
+            yield b"".join(split_events(response.body)[begun:])
+            return
+        async for block in response.chunks():
+            yield block
 
     async def read(self) -> bytes:
         """All events."""
@@ -199,66 +228,12 @@ class EarlyStream(KeptAlive):
         await end(self._turn)
 
 
-async def serve_early(
-    serve: Callable[[], Coroutine[Any, Any, Response]], translation: Translation, silence_s: float
-) -> Response:
-    """The translated response to a streamed turn; after `silence_s` seconds one that begins before the turn.
-
-    Raises:
-        ApiError: the turn cannot be served.
-    """
-    turn = asyncio.create_task(serve())
-    try:
-        await asyncio.wait([turn], timeout=silence_s)
-        if turn.done():
-            return await translate(turn.result(), translation, silence_s)
-    except ApiError as error:
-        problem = (error.status, error.message, error.code)
-        if translation.in_stream(*problem):
-            return BytesResponse(200, list(_EVENTS), translation.error_event(*problem))
-        await end(turn)
-        raise
-    except BaseException:  # cancellation too: the engine must stop generating
-        await end(turn)
-        raise
-    return EarlyStream(turn, translation, silence_s)
-
-
 async def end(turn: "asyncio.Task[Response]") -> None:
     """Cancel a turn that is not served yet, and close its response otherwise."""
     turn.cancel()
     await asyncio.wait([turn])
     if not turn.cancelled() and turn.exception() is None:
         await turn.result().aclose()
-
-
-def _chat(data: bytes) -> Chat:
-    try:
-        return decode_chat(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise EngineBroken("the engine's response is not a chat completion") from error
-
-
-class _Error(msgspec.Struct):
-    message: str = ""
-    code: str | int | None = None
-
-
-class _ErrorBody(msgspec.Struct):
-    error: _Error
-
-
-def problem_of(body: bytes) -> tuple[str, str | None]:
-    """The message and the code of an engine's error."""
-    try:
-        error = msgspec.json.decode(body, type=_ErrorBody).error
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return body.decode(errors="replace") or "the engine returned an error without a message", None
-    return error.message, error.code if isinstance(error.code, str) else None
-
-
-def _turn_id(headers: Headers) -> str:
-    return next((value.decode() for name, value in headers if name == b"x-turn-id"), "")
 
 
 def _kept(headers: Headers) -> Headers:

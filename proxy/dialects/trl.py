@@ -10,31 +10,30 @@ put into one response:
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
 from proxy.dialects.base import SessionFields, apply_session, chat_request
+from proxy.dialects.prompt_fields import checked_ids
 from proxy.errors import BadRequest, EngineBroken
 from proxy.fields import is_null, raw, raw_value, read
+from proxy.history.completion import Completion
 from proxy.http import Request
-from proxy.turn.engine_json import REFUSALS, parse_leniently
-from proxy.turn.request import ChatRequest, GivenIds, RetrySigns
-from proxy.turn.visible import Visible
+from proxy.turn import wire
+from proxy.turn.answer import Answer
+from proxy.turn.request import ChatRequest, RetrySigns, Visible
+from proxy.turn.usual_chunk import Piece, UsualChunk
 from proxy.types import Fields
-from tokenization import InvalidIds, ids
+from tokenization import ids
 
 _DEFAULTS: Mapping[str, Any] = {
     **{"n": 1, "repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0},
     **{"max_tokens": 16, "logprobs": 0},
 }
 """The sampling parameters of a request with TRL's defaults."""
-_KINDS: Mapping[str, type[int] | type[float]] = {
-    **{"n": int, "top_k": int, "max_tokens": int, "logprobs": int},
-    **{"repetition_penalty": float, "temperature": float, "top_p": float, "min_p": float},
-}
 _MORE = frozenset(
     {
         *("allowed_token_ids", "bad_words", "frequency_penalty", "ignore_eos", "include_stop_str_in_output"),
@@ -45,14 +44,13 @@ _MORE = frozenset(
 """Sampling parameters of `generation_kwargs` that vLLM's chat route has too, under the same names."""
 _REGEX = ("structured_outputs_regex", "guided_decoding_regex")
 """The field's name, and that of TRL before 0.25."""
-_TOKEN_ID = "token_id:"
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The prompts of a request, and what they have in common."""
 
-    prompts: tuple["Prompt", ...]
+    prompts: list["Prompt"]
     fields: Fields
     """Of the chat completion of each prompt."""
     visible: Visible
@@ -100,70 +98,42 @@ def parse_batch(fields: Fields, name: str) -> Batch:
     images = read(fields, "images", list[list[str] | None]) or [None] * len(prompts)
     if len(images) != len(prompts):
         raise BadRequest("`images` must have one entry for each prompt", param="images")
-    sampling, logprobs = _sampling(fields)
+    batch = []
+    for index, (value, named) in enumerate(zip(prompts, images, strict=True)):
+        prompt = Prompt(f"{name}[{index}]", bytes(value).strip(), None if named is None else tuple(named))
+        if prompt.is_messages and named:
+            raise BadRequest(
+                f"`images[{index}]` are those of messages: send them as parts of type `image_url`",
+                param=f"images[{index}]",
+            )
+        if not (prompt.is_text or prompt.is_messages):
+            checked_ids(prompt.field, prompt.raw)
+        batch.append(prompt)
+    sampling = _sampling(fields)
     for other in ("tools", "chat_template_kwargs"):
-        if (value := raw_value(fields, other)) not in (None, b"[]", b"{}"):
-            sampling[other] = msgspec.Raw(value)
+        if (value_of := raw_value(fields, other)) not in (None, b"[]", b"{}"):
+            sampling[other] = msgspec.Raw(value_of)
     if "tools" in sampling:
         sampling["tool_choice"] = raw("none")  # the template prints them, and TRL parses the calls itself
-    batch = tuple(
-        _prompt(f"{name}[{index}]", bytes(each).strip(), of)
-        for index, (each, of) in enumerate(zip(prompts, images, strict=True))
-    )
-    return Batch(batch, sampling, Visible(ids=True, logprobs=logprobs))
+    return Batch(batch, sampling, Visible(ids=True, logprobs="logprobs" in sampling))
 
 
-def _prompt(field: str, value: bytes, images: list[str] | None) -> Prompt:
-    prompt = Prompt(field, value, None if images is None else tuple(images))
-    if prompt.is_messages and images:
-        raise BadRequest(
-            f"`{prompt.images_field}` are those of messages: send them in the messages, as parts of type "
-            "`image_url`",
-            param=prompt.images_field,
-        )
-    if prompt.is_text or prompt.is_messages:
-        return prompt
-    return replace(prompt, raw=_checked(field, value)[0])
-
-
-def _sampling(fields: Fields) -> tuple[Fields, bool]:
-    """The sampling parameters as a chat completion has them, and whether it returns log-probabilities."""
+def _sampling(fields: Fields) -> Fields:
+    """The sampling parameters as a chat completion has them."""
     more = read(fields, "generation_kwargs", Fields) or {}
     for name in more:
         if name not in _MORE and name not in _DEFAULTS:
             param = f"generation_kwargs.{name}"
             raise BadRequest(f"`{param}` is not a sampling parameter of this route", param=param)
-    taken: Fields = {name: value for name, value in more.items() if name in _MORE}
-    for name, default in _DEFAULTS.items():
-        inner = name in more
-        value = _number(more if inner else fields, name, "generation_kwargs." if inner else "")
-        nothing = is_null(fields[name]) if name in fields else False
-        taken[name] = raw(default if value is None and not nothing and not inner else value)
+    taken = {name: fields.get(name, raw(default)) for name, default in _DEFAULTS.items()} | more
+    for name in _DEFAULTS:
+        read(taken, name, float)  # for its error
     for name in _REGEX:
         if (pattern := read(fields, name, str)) is not None:
             taken["structured_outputs"] = raw({"regex": pattern})
     top = taken.pop("logprobs")
     taken["return_token_ids"] = taken["return_tokens_as_token_ids"] = msgspec.Raw(b"true")
-    if is_null(top):
-        return taken, False
-    return taken | {"logprobs": msgspec.Raw(b"true"), "top_logprobs": top}, True
-
-
-def _number(fields: Fields, name: str, before: str) -> int | float | None:
-    try:
-        return read(fields, name, _KINDS[name])
-    except BadRequest as error:
-        raise BadRequest(f"`{before}{name}` must be a number", param=f"{before}{name}") from error
-
-
-def _checked(field: str, value: bytes) -> tuple[bytes, int]:
-    """The ids of a prompt, and their number. Raises BadRequest."""
-    try:
-        return ids.check_whole(value)
-    except InvalidIds as error:
-        raise BadRequest(
-            f"`{field}` is neither text, nor messages, nor ids: it {error}", param=field
-        ) from error
+    return taken if is_null(top) else taken | {"logprobs": msgspec.Raw(b"true"), "top_logprobs": top}
 
 
 def turn_of(prompt: Prompt, batch: Batch, request: Request, session: SessionFields | None) -> ChatRequest:
@@ -178,8 +148,8 @@ def turn_of(prompt: Prompt, batch: Batch, request: Request, session: SessionFiel
     if prompt.is_messages:
         fields["messages"] = _with_image_urls(prompt)
     else:
-        array, count = _checked(prompt.field, prompt.raw)
-        given["given"] = GivenIds(prompt.field, ids.compact(array), count)
+        checked = checked_ids(prompt.field, prompt.raw)
+        given["given"] = replace(checked, raw=ids.compact(checked.raw))
         given |= {"images": prompt.images, "images_field": prompt.images_field}
         given["token_route"] = True
     return chat_request(request, fields, session, batch.visible, **given)
@@ -202,101 +172,72 @@ def _with_image_urls(prompt: Prompt) -> msgspec.Raw:
 # --- the response
 
 
-class _Token(msgspec.Struct):
-    token: str
-    logprob: float | None = None
-
-
-class _Position(_Token):
-    top_logprobs: list[_Token] = []
-
-
-class _Logprobs(msgspec.Struct):
-    content: list[_Position] | None = None
-
-
-class _Choice(msgspec.Struct):
-    index: int = 0
-    token_ids: list[int] | None = None
-    logprobs: _Logprobs | None = None
-
-
-class _Completion(msgspec.Struct):
-    prompt_token_ids: msgspec.Raw | None = None
-    choices: list[_Choice] = []
-
-
-class TrlAnswer:
-    """The response to a batch, put together from the completions of its prompts."""
-
-    names: ClassVar[tuple[str, ...]] = ("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids")
+class TrlAnswer(Answer):
+    """Keeps what one prompt got, for the response to its batch."""
 
     def __init__(self, *, logprobs: bool) -> None:
         """`logprobs`: whether the client requested log-probabilities."""
-        self._logprobs = logprobs
-        self._values: dict[str, list[Any]] = {name: [] for name in self.names}
+        self.reads_tokens = logprobs
+        self.prompt = msgspec.Raw()
+        self.choices: list[wire.Choice] = []
 
-    def add(self, body: bytes) -> None:
-        """Add the completion of the next prompt.
+    def whole(self, parsed: wire.Parsed, body: bytes, read: Completion) -> bytes:
+        """Keep a completion.
 
         Raises:
             EngineBroken: it holds no ids, or no log-probabilities although they were requested.
         """
-        completion = _read(body)
-        if completion.prompt_token_ids is None:
+        completion = parsed.completion
+        self.prompt = completion.prompt_token_ids
+        if is_null(self.prompt):
             raise EngineBroken("the engine returned no prompt ids")
-        self._values["prompt_ids"].append(completion.prompt_token_ids)
-        for choice in sorted(completion.choices, key=lambda choice: choice.index):
+        self.choices = sorted(completion.choices or (), key=lambda choice: choice.index or 0)
+        for choice in self.choices:
             if choice.token_ids is None:
                 raise EngineBroken("the engine returned no completion ids")
-            self._values["completion_ids"].append(choice.token_ids)
-            if self._logprobs:
-                self._add_logprobs(choice)
+            if self.reads_tokens and len(_positions(choice)) != len(choice.token_ids):
+                raise EngineBroken("the engine returned other numbers of ids and of log-probabilities")
+        return b""
 
-    def body(self) -> bytes:
-        """The JSON of the response."""
-        values: dict[str, Any] = dict(self._values)
-        if not self._logprobs:
-            values |= {"logprobs": None, "logprob_token_ids": None}
-        return msgspec.json.encode(values)
+    def event(self, event: bytes, usual: UsualChunk | None, read: Piece | wire.Parsed) -> bytes | None:
+        """See `Answer.event`: these routes do not stream."""
+        raise NotImplementedError
 
-    def _add_logprobs(self, choice: _Choice) -> None:
-        content = choice.logprobs.content if choice.logprobs else None
-        if len(content or ()) != len(choice.token_ids or ()):
-            raise EngineBroken("the engine returned other numbers of ids and of log-probabilities")
-        ranked = [_ranked([position, *position.top_logprobs]) for position in content or ()]
-        self._values["logprobs"].append([[logprob for _, logprob in each] for each in ranked])
-        self._values["logprob_token_ids"].append([[token for token, _ in each] for each in ranked])
+    def end(self) -> bytes:
+        """See `Answer.end`: these routes do not stream."""
+        raise NotImplementedError
 
 
-def _ranked(tokens: Iterable[_Token]) -> list[tuple[int, float | None]]:
+def batch_body(answers: Sequence[TrlAnswer]) -> bytes:
+    """The JSON of the response to a batch. Raises EngineBroken if tokens are not ids."""
+    choices = [choice for answer in answers for choice in answer.choices]
+    ranked = [
+        [_ranked([position, *position.top_logprobs]) for position in _positions(choice)]
+        for answer in answers
+        if answer.reads_tokens
+        for choice in answer.choices
+    ]
+    return msgspec.json.encode(
+        {
+            "prompt_ids": [answer.prompt for answer in answers],
+            "completion_ids": [list(choice.token_ids or ()) for choice in choices],
+            "logprobs": [[[logprob for _, logprob in top] for top in tops] for tops in ranked] or None,
+            "logprob_token_ids": [[[token for token, _ in top] for top in tops] for tops in ranked] or None,
+        }
+    )
+
+
+def _positions(choice: wire.Choice) -> Sequence[wire.Position]:
+    return (choice.logprobs.content or ()) if isinstance(choice.logprobs, wire.TokenLogprobs) else ()
+
+
+def _ranked(tokens: Iterable[wire.Candidate]) -> list[tuple[int, float | None]]:
     """The ids at one position with their log-probabilities, the most probable first; NaN is None."""
     found: dict[int, float | None] = {}
     for each in tokens:
-        logprob = each.logprob
-        finite = logprob is not None and not math.isnan(logprob)
-        found.setdefault(_token_id(each.token), logprob if finite else None)
+        name, _, digits = each.token.partition(":")
+        if name != "token_id" or not digits.isdecimal():
+            raise EngineBroken("the engine returned tokens where ids were requested")
+        found.setdefault(int(digits), None if math.isnan(each.logprob) else each.logprob)
     # NaN is last, as where it is ranked
     return sorted(found.items(), key=lambda item: -math.inf if item[1] is None else item[1], reverse=True)
-
-
-def _token_id(token: str) -> int:
-    digits = token.removeprefix(_TOKEN_ID)
-    if digits == token or not digits.isdecimal():
-        raise EngineBroken("the engine returned tokens where ids were requested")
-    return int(digits)
-
-
-def _read(body: bytes) -> _Completion:
-    """A chat completion. Raises EngineBroken if it is none."""
-    try:
-        return msgspec.json.decode(body, type=_Completion)
-    except REFUSALS:
-        value = parse_leniently(body)  # NaN is a number there
-    prompt = value.pop("prompt_token_ids", None) if isinstance(value, dict) else None
-    try:
-        completion = msgspec.convert(value, _Completion)
-    except msgspec.ValidationError as error:
-        raise EngineBroken("the engine's response is not a chat completion") from error
-    completion.prompt_token_ids = None if prompt is None else raw(prompt)
-    return completion

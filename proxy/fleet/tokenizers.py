@@ -22,7 +22,7 @@ from proxy.engine.protocol import Engine, examine
 from proxy.engine.token_in import json_request
 from proxy.errors import Unsupported
 from tokenization import ChatTokenizer, TokenizationError
-from tokenization.content_format import ContentFormat
+from tokenization.traits import ContentFormat
 
 log = logging.getLogger("tokenproxy")
 

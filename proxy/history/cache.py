@@ -16,7 +16,7 @@ import msgspec
 
 from proxy.history.cached_turn import CachedTurn, IdChain
 from proxy.history.conversation import Conversation, ParsedMessage, parse_message
-from tokenization.argument_defaults import NO_DEFAULTS, ArgumentDefaults
+from tokenization.canonical import NO_DEFAULTS, ArgumentDefaults
 
 _split = msgspec.json.Decoder(list[msgspec.Raw]).decode
 

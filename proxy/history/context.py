@@ -1,22 +1,10 @@
 """Refuses prompts that are longer than the model's context before they are tokenised."""
 
-import msgspec
-
 from proxy.errors import BadRequest
 from proxy.fields import raw_value as present
 from proxy.fields import read
 from proxy.history.plan import ServedModel
 from proxy.turn.request import ChatRequest, GivenIds
-from tokenization import ChatTokenizer
-from tokenization.limit import TooManyIds
-
-
-class _Content(msgspec.Struct):
-    content: msgspec.Raw = msgspec.Raw(b"null")
-
-
-class _Part(msgspec.Struct):
-    text: msgspec.Raw = msgspec.Raw(b"null")
 
 
 def too_long(
@@ -58,33 +46,3 @@ def most_prompt_ids(request: ChatRequest, max_model_len: int) -> int:
         except BadRequest:
             continue  # the engine refuses it
     return max_model_len - 1
-
-
-def check_fits(messages: bytes, tokenizer: ChatTokenizer, most_ids: int) -> None:
-    """Refuse messages whose texts have too many ids by a lower bound, without parsing the texts.
-
-    Args:
-        messages: a JSON array of messages.
-        most_ids: the most ids that the messages may have.
-
-    Raises:
-        TooManyIds: they have more. Only text and text parts are counted.
-    """
-    if len(messages) <= most_ids:
-        return  # a byte gives at most one id
-    count = 0
-    for message in msgspec.json.decode(messages, type=list[_Content]):
-        for text in _texts(message.content):
-            count += tokenizer.bounds.fewest_in_json(text, most_ids - count)
-            if count > most_ids:
-                raise TooManyIds(count, most_ids, at_least=True)
-
-
-def _texts(content: msgspec.Raw) -> list[msgspec.Raw]:
-    """The texts of a content, as JSON."""
-    if bytes(memoryview(content)[:1]) == b'"':
-        return [content]
-    try:
-        return [part.text for part in msgspec.json.decode(content, type=list[_Part])]
-    except msgspec.DecodeError:
-        return []

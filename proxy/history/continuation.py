@@ -11,7 +11,7 @@ from proxy.history.cached_turn import CachedTurn
 from proxy.history.conversation import Conversation
 from proxy.turn.request import Rendering
 from tokenization import ChatTokenizer, ids
-from tokenization.limit import NO_LIMIT, Limit
+from tokenization.encoder import NO_LIMIT, Limit
 
 
 def continue_ids(
@@ -40,10 +40,10 @@ def continue_ids(
         the whole prompt as a JSON array, and the ids after `raw`.
 
     Raises:
-        TokenizationError, Stopped: as `ChatTokenizer.continuation`.
+        TokenizationError, Stopped: as `ChatTokenizer.append`.
     """
-    following = tokenizer.continuation(
-        ids.last(raw),
+    following = tokenizer.append(
+        [ids.last(raw)],
         new,
         history=history,
         tools=rendering.parse_tools(),

@@ -13,8 +13,7 @@ import msgspec
 
 from proxy.media import media_kind
 from tokenization import CanonicalMessage, canonical
-from tokenization.argument_defaults import NO_DEFAULTS, ArgumentDefaults
-from tokenization.canonical import extend, start
+from tokenization.canonical import NO_DEFAULTS, ArgumentDefaults, extend, start
 
 _parse = msgspec.json.Decoder(dict[str, Any]).decode
 NOTHING = start()

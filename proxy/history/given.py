@@ -12,7 +12,7 @@ from proxy.errors import BadRequest, NotReady, Unsupported
 from proxy.history.audit import Auditor
 from proxy.history.cached_turn import CachedTurn
 from proxy.history.claims import Claims
-from proxy.history.context import check_fits, check_ids_fit, is_truncated, too_long
+from proxy.history.context import check_ids_fit, is_truncated, too_long
 from proxy.history.continuation import continue_ids, continue_turn
 from proxy.history.conversation import Conversation
 from proxy.history.given_images import no_images, objects
@@ -25,7 +25,8 @@ from proxy.history.store import session_id
 from proxy.history.turn import request_time
 from proxy.turn.request import ChatRequest, GivenIds
 from tokenization import ChatTokenizer, InvalidIds, TemplateUnsupported, TokenizationError, ids
-from tokenization.limit import Limit, TooManyIds
+from tokenization.encoder import Limit
+from tokenization.errors import TooManyIds
 
 _APPEND = "append_messages"
 
@@ -94,8 +95,6 @@ def _append(
 ) -> tuple[bytes, list[int]]:
     """Parse and tokenise the messages to append. Takes long: call it on an encoder thread."""
     appended = request.append or b"[]"
-    if limit.max_ids is not None:
-        check_fits(appended, tokenizer, limit.max_ids)
     new = objects(appended, "append_messages")
     history = _history(request, len(new))
     if history is None and tokenizer.proof is None:

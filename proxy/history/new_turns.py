@@ -18,7 +18,7 @@ from proxy.history.text_index import text_entries
 from proxy.history.turn import Turn, pack_alternatives, pack_ids, pack_logprobs, turn_id, unpack_ids
 from proxy.history.vocabulary import ABORTED, Problem
 from tokenization import CanonicalMessage, InvalidIds, TokenizationError, canonical, ids
-from tokenization.argument_defaults import NO_DEFAULTS
+from tokenization.canonical import NO_DEFAULTS
 from tokenization.placeholders import PlaceholdersDiffer
 
 _UNREADABLE = CanonicalMessage(b"", b"", b"")

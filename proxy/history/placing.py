@@ -28,8 +28,8 @@ from proxy.history.vocabulary import Reason
 from proxy.metrics import Metrics
 from proxy.turn.request import ChatRequest, Rendering
 from tokenization import TokenizationError
-from tokenization.argument_defaults import NO_DEFAULTS, ArgumentDefaults, argument_defaults
 from tokenization.cache import BoundedCache
+from tokenization.canonical import NO_DEFAULTS, ArgumentDefaults, argument_defaults
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TokenizationError)
 """Raised for messages, tools or template arguments that are not those of a chat completion."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from proxy.history.cached_turn import CachedTurn
 from proxy.history.claims import Claims
-from proxy.history.context import check_fits, check_ids_fit, most_prompt_ids, too_long
+from proxy.history.context import check_ids_fit, most_prompt_ids, too_long
 from proxy.history.continuation import continue_turn
 from proxy.history.conversation import Conversation
 from proxy.history.given import append_messages, place_given
@@ -26,7 +26,8 @@ from proxy.history.thinking import shows_dropped_thinking
 from proxy.history.vocabulary import Reason
 from proxy.turn.request import ChatRequest, GivenIds, Rendering, ThinkingPolicy
 from tokenization import ChatTokenizer, InvalidMessages, TemplateUnsupported, ids
-from tokenization.limit import Limit, TooManyIds
+from tokenization.encoder import Limit
+from tokenization.errors import TooManyIds
 from tokenization.placeholders import PlaceholdersDiffer
 
 _HINT = (
@@ -259,8 +260,6 @@ class Planner:
         rendering, auditor = request.rendering, self.placer.auditor
 
         def extend() -> tuple[bytes, list[int]]:
-            if limit.max_ids is not None and size > limit.max_ids:
-                check_fits(conversation.json(end + 1), tokenizer, limit.max_ids)
             return continue_turn(tokenizer, turn, conversation, end, rendering, auditor, limit)
 
         return await self.placer.encoders.run(extend, size, tokenises=True, tenant=request.tenant, stop=stop)

@@ -3,9 +3,7 @@
 import msgspec
 
 from proxy.dialects.error_formats import anthropic_error
-from proxy.dialects.messages.dialect import MessagesDialect
-from proxy.dialects.messages.template import FleetTemplate
-from proxy.dialects.translated import problem_of
+from proxy.dialects.messages.dialect import FleetTemplate, MessagesDialect
 from proxy.engine.protocol import fetch
 from proxy.errors import BadRequest
 from proxy.fields import join, raw
@@ -18,6 +16,7 @@ from proxy.routes.session_names import session_fields
 from proxy.turn.request import ChatRequest
 from proxy.turn.sending import plan_turn
 from proxy.turn.services import Services
+from proxy.turn.wire import problem_of
 
 _PATH = "/v1/messages/count_tokens"
 
@@ -92,7 +91,7 @@ def _has_media(chat: ChatRequest) -> bool:
 
 def _response(status: int, body: bytes) -> Response:
     if status >= 400:
-        message, _ = problem_of(body)
+        message = problem_of(body).message
         return BytesResponse(status, list(JSON_HEADERS), anthropic_error(status, message))
     counted = msgspec.json.decode(body, type=_Counted)
     return _counted(counted.count or counted.input_tokens)

@@ -1,7 +1,6 @@
 """`POST /v1/messages`: turns in Anthropic's wire format."""
 
-from proxy.dialects.messages.dialect import MessagesDialect
-from proxy.dialects.messages.template import FleetTemplate
+from proxy.dialects.messages.dialect import FleetTemplate, MessagesDialect
 from proxy.http import Request, Response
 from proxy.routes.turns import TurnRoute, serve_dialect
 from proxy.turn.services import Services

@@ -1,9 +1,7 @@
 """The list of all routes. A new route is a class in a file of its own and a line here."""
 
-from proxy.dialects.chat import ChatDialect
-from proxy.dialects.completions import CompletionsDialect
-from proxy.dialects.generate import GenerateDialect
-from proxy.dialects.tokens import TokensDialect
+from proxy.dialects.chat import ChatDialect, TokensDialect
+from proxy.dialects.prompts import CompletionsDialect, GenerateDialect
 from proxy.routes.admin import Drain, Replicas, engine_admin_routes
 from proxy.routes.base import Route
 from proxy.routes.count_tokens import CountTokens

@@ -20,9 +20,8 @@ from proxy.history.given import append_messages
 from proxy.history.given_images import place_images
 from proxy.http import Request, Response, json_response
 from proxy.routes.base import Route, parsed
-from proxy.turn.message_ids import take_prefix
 from proxy.turn.request import ChatRequest, RequiredPrefix
-from proxy.turn.required_prefix import PrefixRefused, render_with_prefix
+from proxy.turn.required_prefix import PrefixRefused, render_with_prefix, take_prefix
 from proxy.turn.sending import served_model
 from proxy.turn.services import Services
 from proxy.types import Fields, Headers

@@ -1,14 +1,13 @@
 """The routes of `trl vllm-serve`, for TRL up to 1.10, whose client calls them; later ones call vLLM's own."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import msgspec
 
-from proxy.dialects.trl import Prompt, TrlAnswer, parse_batch, turn_of
+from proxy.dialects.trl import Prompt, TrlAnswer, batch_body, parse_batch, turn_of
 from proxy.engine.protocol import fetch
-from proxy.errors import ApiError, EngineBroken
+from proxy.errors import EngineBroken
 from proxy.fields import join, parse
 from proxy.history.store_time import store_time
 from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
@@ -35,70 +34,38 @@ class TrlBatch(Route):
         session = await session_fields(request, services)
         batch = await parsed(request, services, lambda: parse_batch(parse(request.body), self._prompts))
 
-        async def serve(prompt: Prompt) -> Response:
-            if prompt.is_text:
-                prompt = await _tokenise(prompt, request, services)
-            turn = turn_of(prompt, batch, request, session)
-            with store_time(self.store_seconds or services.store_timeout_s):
-                return await serve_turn(turn, services)
+        answers = [TrlAnswer(logprobs=batch.visible.logprobs) for _ in batch.prompts]
+        gate = asyncio.Semaphore(_AT_ONCE)
 
-        responses = Responses(batch.prompts, serve)
-        refused = await responses.collect()
-        if refused is not None:
-            return refused
+        async def serve(prompt: Prompt, answer: TrlAnswer) -> None:
+            async with gate:
+                if prompt.is_text:
+                    prompt = await _tokenise(prompt, request, services)
+                turn = turn_of(prompt, batch, request, session)
+                with store_time(self.store_seconds or services.store_timeout_s):
+                    response = await serve_turn(turn, services, answer)
+                if response.status >= 400:
+                    raise _Refused(response)
 
-        def answer() -> bytes:
-            whole = TrlAnswer(logprobs=batch.visible.logprobs)
-            for body in responses.bodies:
-                whole.add(body)
-            return whole.body()
-
-        return BytesResponse(200, list(JSON_HEADERS), await services.in_thread(answer))
-
-
-class Responses:
-    """The responses to a batch. The first failure ends it: the requests that still run are cancelled."""
-
-    def __init__(self, batch: Sequence[Prompt], serve: Callable[[Prompt], Awaitable[Response]]) -> None:
-        self.bodies = [b""] * len(batch)
-        """Those of the responses, in the order of the batch."""
-        self._waiting = iter(enumerate(batch))
-        self._serve = serve
-        self._failed: ApiError | Response | None = None
-
-    async def collect(self) -> Response | None:
-        """Serve the whole batch; returns the engine's error if one of the requests got one.
-
-        Raises:
-            ApiError: one of them cannot be served.
-        """
-        workers = [asyncio.create_task(self._work()) for _ in range(min(_AT_ONCE, len(self.bodies)))]
         try:
-            while workers and self._failed is None:
-                done, pending = await asyncio.wait(workers, return_when=asyncio.FIRST_COMPLETED)
-                workers = list(pending)
-                for task in done:
-                    task.result()
-        finally:
-            for task in workers:
-                task.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
-        if isinstance(self._failed, ApiError):
-            raise self._failed
-        return self._failed
+            async with asyncio.TaskGroup() as group:  # the first failure cancels the others
+                for prompt, answer in zip(batch.prompts, answers, strict=True):
+                    group.create_task(serve(prompt, answer))
+        except BaseExceptionGroup as failures:
+            first = failures.exceptions[0]
+            if isinstance(first, _Refused):
+                return first.response
+            raise first from None
+        body = await services.in_thread(lambda: batch_body(answers))
+        return BytesResponse(200, list(JSON_HEADERS), body)
 
-    async def _work(self) -> None:
-        for index, item in self._waiting:
-            try:
-                response = await self._serve(item)
-            except ApiError as error:
-                self._failed = self._failed or error
-                return
-            body = await _read(response)
-            if response.status >= 400:
-                self._failed = self._failed or BytesResponse(response.status, response.headers, body)
-                return
-            self.bodies[index] = body
+
+class _Refused(Exception):
+    """The engine refused one prompt; its response holds the reason."""
+
+    def __init__(self, response: Response) -> None:
+        super().__init__(f"the engine responded {response.status}")
+        self.response = response
 
 
 async def _tokenise(prompt: Prompt, request: Request, services: Services) -> Prompt:
@@ -112,13 +79,6 @@ async def _tokenise(prompt: Prompt, request: Request, services: Services) -> Pro
     except (msgspec.MsgspecError, UnicodeDecodeError, KeyError) as error:
         raise EngineBroken(f"/tokenize returned status {status} and no tokens") from error
     return replace(prompt, raw=bytes(tokens))
-
-
-async def _read(response: Response) -> bytes:
-    try:
-        return await response.read()
-    finally:
-        await response.aclose()
 
 
 def trl_routes() -> list[Route]:

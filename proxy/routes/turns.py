@@ -1,7 +1,7 @@
 """The routes of a turn: one for each wire format."""
 
 from proxy.dialects.base import Dialect
-from proxy.dialects.translated import serve_early, translate
+from proxy.dialects.translated import serve_early, translated_error
 from proxy.http import Request, Response
 from proxy.routes.base import Route, parsed
 from proxy.routes.session_names import session_fields
@@ -40,6 +40,7 @@ async def serve_dialect(dialect: Dialect, request: Request, services: Services) 
     if translation is None:
         return await serve_turn(chat, services)
     translation.signer, translation.tenant = await services.history.echoes.signer(), chat.tenant
+    translation.reasoning = chat.visible.reasoning
     if chat.stream:
-        return await serve_early(lambda: serve_turn(chat, services), translation, _SILENCE_S)
-    return await translate(await serve_turn(chat, services), translation, _SILENCE_S)
+        return await serve_early(lambda: serve_turn(chat, services, translation), translation, _SILENCE_S)
+    return await translated_error(await serve_turn(chat, services, translation), translation)

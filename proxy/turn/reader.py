@@ -6,49 +6,43 @@ Law: evidence can never fail the response. Ids and log-probabilities of an unkno
     levels deep.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from proxy.fields import NULL, is_null
 from proxy.history.completion import Batch, Completion, SampledChoice
 from proxy.history.turn import WeightSpan, pack_ids
 from proxy.history.vocabulary import ABORTED
-from proxy.turn.alternatives import read_alternatives
-from proxy.turn.chunk import ABSENT, Choice, Chunk, completion_tokens, decode_ids, parse_chunk
-from proxy.turn.engine_json import CUT, CUT_FROM_BYTES, REFUSALS, cut_prompt
-from proxy.turn.usual_chunk import Piece, UsualChunk
+from proxy.turn import wire
+from proxy.turn.cut import CUT_FROM_BYTES, REFUSALS
+from proxy.turn.usual_chunk import Piece
+from tokenization import InvalidIds, ids
 
-DONE = b"[DONE]"
-"""The data of the event that ends a stream; it is not a chunk."""
-
+T = TypeVar("T")
 _TEXTS = frozenset({"content", "reasoning", "reasoning_content", "refusal"})
 """Fields of a message whose text a stream sends in pieces."""
 
 
-def read_completion(body: bytes, sent: bytes = b"", batch: Batch | None = None) -> Completion:
+def read_completion(parsed: wire.Parsed, sent: bytes = b"", batch: Batch | None = None) -> Completion:
     """Read the sampled choices of a whole completion.
 
     Args:
         sent: the prompt that was sent to the engine, as a JSON array; an equal echo is not parsed.
         batch: the prompts of a request of the completions route, where each choice echoes its prompt.
-
-    Raises:
-        EngineBroken: the body is not a JSON object.
     """
-    whole, prompt = _parse(body, batch)
+    whole, cut = parsed.completion, parsed.cut
     echoes = _Echoes(sent, batch)
-    echoes.read(prompt)
+    echoes.read(whole)
     completion = Completion(
         echoes.ids,
-        completion_tokens=whole.counted,
-        cached_tokens=None if batch is not None or whole.usage is None else whole.usage.cached_tokens,
+        completion_tokens=whole.usage.completion_tokens if whole.usage else None,
+        cached_tokens=whole.usage.cached_tokens if whole.usage and batch is None else None,
         packed_prompt=echoes.packed,
     )
-    alternatives = read_alternatives(body)
-    for choice, index, sure in _numbered(whole.choices or []):
-        sampled = SampledChoice(index, choice.whole_message(), alternatives=alternatives.get(index, []))
+    for choice, index, sure in _numbered(whole.choices or ()):
+        sampled = SampledChoice(index, choice.whole_message, raw_ids=cut.ids or b"")
         _add(choice, sampled)
         if not sampled.ids and _holds_text(sampled.message):
             sampled.ids = None  # text without ids: what was sampled is unknown
@@ -60,25 +54,12 @@ def read_completion(body: bytes, sent: bytes = b"", batch: Batch | None = None) 
     return completion
 
 
-def _parse(data: bytes, batch: Batch | None) -> tuple[Chunk, bytes]:
-    """A completion or chunk, and the prompt that it echoes, as JSON. Raises EngineBroken."""
-    if batch is not None:
-        return parse_chunk(data), NULL
-    prompt, rest = cut_prompt(data)
-    chunk = parse_chunk(rest)
-    if prompt is not None and bytes(chunk.prompt_token_ids) != CUT:
-        prompt, chunk = None, parse_chunk(data)  # the array belongs to something inside
-    if prompt is not None:
-        return chunk, prompt
-    return chunk, NULL if chunk.prompt_token_ids is ABSENT else bytes(chunk.prompt_token_ids)
-
-
 def _holds_text(message: dict[str, Any]) -> bool:
     """Whether the message shows that something was sampled."""
     return any(message.get(name) for name in ("content", "reasoning", "reasoning_content", "tool_calls"))
 
 
-def _numbered(choices: list[Choice]) -> Iterator[tuple[Choice, int, bool]]:
+def _numbered(choices: Sequence[wire.Choice]) -> Iterator[tuple[wire.Choice, int, bool]]:
     """Each choice with a unique index, and whether that index is certainly the engine's."""
     claimed = {choice.index for choice in choices}
     free = (index for index in count() if index not in claimed)
@@ -99,19 +80,20 @@ class _Echo:
     ids: bytes | None = None
     """The JSON array of ids as the engine wrote it; None if there is none, or it cannot be parsed."""
     packed: bytes | None = None
-    """The ids packed, if they had to be parsed and are few."""
+    """The ids packed, if they had to be parsed."""
     unreadable: tuple[str, ...] = ()
 
-    def read(self, ids: bytes) -> None:
+    def read(self, echo: bytes) -> None:
         """Add an echo; null counts as no echo."""
-        if ids == NULL:
+        if echo == NULL:
             return
         try:
-            parsed = decode_ids(ids) if ids != self.sent else None
-            # numpy packs many ids faster, on a thread
-            self.packed = pack_ids(parsed) if parsed is not None and len(ids) < CUT_FROM_BYTES else None
-            self.ids = ids
-        except REFUSALS:
+            if echo != self.sent and len(echo) < CUT_FROM_BYTES:
+                self.packed = pack_ids(wire.decode_ids(echo))
+            elif echo != self.sent:
+                self.packed = ids.pack(echo)
+            self.ids = echo
+        except (*REFUSALS, InvalidIds):
             self.unreadable = ("prompt_token_ids",)
 
 
@@ -133,11 +115,12 @@ class _Echoes:
         """The ids of the echo that belongs to all choices, packed; None if they were not."""
         return self._prompts[0].packed if self._batch is None else None
 
-    def read(self, ids: bytes) -> None:
-        """Add an echo that belongs to all choices; null counts as no echo."""
-        self._prompts[0].read(ids)
+    def read(self, completion: wire.Completion) -> None:
+        """Add the echo of a completion or chunk, which belongs to all choices."""
+        if self._batch is None and completion.prompt_token_ids is not wire.ABSENT:
+            self._prompts[0].read(bytes(completion.prompt_token_ids))
 
-    def of_choice(self, index: int, choice: Choice | None = None) -> _Echo:
+    def of_choice(self, index: int, choice: wire.Choice | None = None) -> _Echo:
         """The echo of a choice's prompt, after `choice` was added: the first of its choices holds it."""
         if self._batch is None:
             return self._prompts[0]
@@ -174,31 +157,24 @@ class StreamReader:
     def __post_init__(self) -> None:
         self._echoes = _Echoes(self.sent, self.batch)
 
-    def add(self, chunk: UsualChunk) -> bool:
+    def add(self, piece: Piece) -> bool:
         """Add a chunk of the usual shape. Returns False if it must be read."""
-        piece = chunk.piece()
-        if piece is None:
-            return False
         streamed = self._choices.get(piece.choice)
         if streamed is None or streamed.closed:
             return False
         streamed.add_piece(piece)
         return True
 
-    def read(self, data: bytes) -> None:
-        """Add the data of an event. An error of the engine is skipped.
-
-        Raises:
-            EngineBroken: the data is not a JSON object.
-        """
-        chunk, prompt = _parse(data, self.batch)
-        if chunk.error is not ABSENT and not is_null(chunk.error):
+    def read(self, chunk: wire.Completion) -> None:
+        """Add a chunk. An error of the engine is skipped."""
+        if chunk.error is not wire.ABSENT and not is_null(chunk.error):
             self.failed = True
             return
-        self._echoes.read(prompt)
-        choices = chunk.choices or []
-        self._read_cached(chunk)
-        alternatives = read_alternatives(data)
+        self._echoes.read(chunk)
+        choices, usage = chunk.choices or (), chunk.usage
+        if usage is not None and self.batch is None and usage.cached_tokens is not None:
+            self._cached_tokens = usage.cached_tokens
+        self._usage_read |= self.complete and not choices
         alone = len(choices) == 1
         sure = alone or len({choice.index or 0 for choice in choices}) == len(choices)
         for choice in choices:
@@ -209,12 +185,11 @@ class StreamReader:
             if streamed.closed:
                 continue
             streamed.add(choice)
-            streamed.sampled.alternatives += alternatives.get(index, ())
             self._echoes.of_choice(index, choice)
             if not sure or (choice.index is None and self.expected > 1):
                 streamed.mark(("index",))
-            if alone and (counted := chunk.counted) is not None:
-                streamed.sampled.counted, streamed.usage = counted, None
+            if alone and usage is not None and usage.completion_tokens is not None:
+                streamed.sampled.counted, streamed.usage = usage.completion_tokens, None
             if choice.finish_reason:
                 streamed.closed = True
                 self._new.append(streamed)
@@ -225,11 +200,6 @@ class StreamReader:
         if any(choice.without_ids for choice in self._choices.values()):
             return None
         return {index: len(choice.sampled.ids or ()) for index, choice in self._choices.items()}
-
-    def _read_cached(self, chunk: Chunk) -> None:
-        if self.batch is None and chunk.usage is not None and chunk.usage.cached_tokens is not None:
-            self._cached_tokens = chunk.usage.cached_tokens
-        self._usage_read |= self.complete and not chunk.choices
 
     @property
     def complete(self) -> bool:
@@ -291,14 +261,14 @@ class _StreamedChoice:
         """Whether some of its text arrived without ids."""
         return self._without_ids or "token_ids" in self._unreadable
 
-    def add(self, choice: Choice) -> None:
+    def add(self, choice: wire.Choice) -> None:
         """Append a piece, as the OpenAI SDKs do."""
-        delta = choice.new_text()
+        delta = choice.new_text
         for name, value in delta.items():
             if name in _TEXTS and isinstance(value, str):
                 self._texts.setdefault(name, []).append(value)
-            elif name == "tool_calls" and isinstance(value, list):
-                self._add_calls(value)
+        for call in wire.calls_of(delta):
+            self._add_call(call)
         if choice.token_ids is None and any(value for name, value in delta.items() if name != "role"):
             self._without_ids = True
         self.mark(choice.unreadable)
@@ -311,7 +281,7 @@ class _StreamedChoice:
             sampled.ids = []
         if sampled.logprobs is None:
             sampled.logprobs = []
-        self._texts.setdefault("content", []).append(piece.content)
+        self._texts.setdefault(piece.field, []).append(piece.text)
         cast("list[int]", sampled.ids).append(piece.token_id)
         cast("list[float]", sampled.logprobs).append(piece.logprob)
         self.usage = piece.usage
@@ -326,7 +296,7 @@ class _StreamedChoice:
         self.closed = True
         sampled = self.sampled
         sampled.message = self._message()
-        if self.usage is not None and (counted := completion_tokens(self.usage)) is not None:
+        if self.usage is not None and (counted := wire.completion_tokens(self.usage)) is not None:
             sampled.counted = counted
         sampled.finish_reason = sampled.finish_reason or ABORTED
         sampled.unreadable = _first(echo.unreadable, self._unreadable)
@@ -336,23 +306,15 @@ class _StreamedChoice:
             sampled.logprobs = None
         return sampled
 
-    def _add_calls(self, pieces: list[Any]) -> None:
-        for position, piece in enumerate(pieces):
-            if not isinstance(piece, dict):
-                continue
-            index = piece.get("index")
-            index = index if type(index) is int else position
-            call = self._calls.setdefault(index, {"type": "function", "function": {}})
-            for name in ("id", "type"):
-                if _is_text(piece.get(name)):
-                    call[name] = piece[name]
-            function = piece.get("function")
-            if not isinstance(function, dict):
-                continue
-            if _is_text(function.get("name")):
-                call["function"]["name"] = function["name"]
-            if isinstance(arguments := function.get("arguments"), str):
-                call["function"]["arguments"] = call["function"].get("arguments", "") + arguments
+    def _add_call(self, piece: wire.CallPiece) -> None:
+        call = self._calls.setdefault(piece.position, {"type": "function", "function": {}})
+        function = call["function"]
+        if piece.id:
+            call["id"] = piece.id
+        if piece.name:
+            function["name"] = piece.name
+        if piece.arguments is not None:
+            function["arguments"] = function.get("arguments", "") + piece.arguments
 
     def _message(self) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": None}
@@ -362,14 +324,14 @@ class _StreamedChoice:
         return message
 
 
-def _add(choice: Choice, sampled: SampledChoice) -> None:
+def _add(choice: wire.Choice, sampled: SampledChoice) -> None:
     """Append the ids, log-probabilities and finish reason of a piece."""
     if choice.token_ids is not None:
-        sampled.ids = cast("list[int]", sampled.ids or [])
-        sampled.ids += choice.token_ids
-    if choice.logprobs is not None and (logprobs := choice.logprobs.values()) is not None:
-        sampled.logprobs = cast("list[float]", sampled.logprobs or [])
-        sampled.logprobs += logprobs
+        sampled.ids = _joined(sampled.ids, choice.token_ids)
+    if choice.logprobs is not None and (logprobs := choice.logprobs.values) is not None:
+        sampled.logprobs = _joined(sampled.logprobs, logprobs)
+        if isinstance(choice.logprobs, wire.TokenLogprobs):
+            sampled.alternatives += choice.logprobs.alternatives
     sampled.finish_reason = choice.finish_reason or sampled.finish_reason
     if choice.stop_reason is not None:
         sampled.stop_reason = choice.stop_reason
@@ -385,5 +347,9 @@ def _first(*names: tuple[str, ...]) -> str:
     return next((name for some in names for name in some), "")
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value != ""
+def _joined(values: Sequence[T] | None, more: Sequence[T]) -> Sequence[T]:
+    """Values and those of the next piece: the same list, so that a stream of pieces takes linear time."""
+    if not values:
+        return more
+    cast("list[T]", values).extend(more)
+    return values

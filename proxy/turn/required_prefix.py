@@ -1,8 +1,15 @@
 """Required prefixes, NeMo-RL's contract: a rendered history around the model's own ids.
 
-The client sends the ids in `required_prefix_token_ids` or on an assistant message (`proxy.turn.message_ids`).
+The client sends the ids in `required_prefix_token_ids`, or on an assistant message: NeMo-RL's server puts
+three fields on the message of a completion, and NeMo-Gym sends the message back with them:
+
+    {"role": "assistant", "content": "It is 4.", "prompt_token_ids": [1, 5, 9],
+     "generation_token_ids": [57, 2], "generation_log_probs": [-0.1, -0.02]}
+
+The next prompt then begins with `[1, 5, 9, 57, 2]`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,21 +18,98 @@ import msgspec
 
 from proxy.engine.protocol import fetch
 from proxy.errors import BadRequest, EngineBroken, Unsupported
-from proxy.fields import join, raw, read_messages
+from proxy.fields import NULL, flag, is_null, join, raw, raw_value, read, read_messages
 from proxy.fleet.model import FleetModel
+from proxy.history.completion import SampledChoice
 from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
+from proxy.turn.cut import REFUSALS
 from proxy.turn.request import RequiredPrefix
 from proxy.turn.services import Services
 from proxy.types import Fields, Headers
 from tokenization import InvalidIds, PrefixMismatch, TemplateUnsupported, ids, replace_prefix_tokens
 
 FIELD = "required_prefix_token_ids"
+PROMPT, GENERATION, LOGPROBS = "prompt_token_ids", "generation_token_ids", "generation_log_probs"
+MESSAGE_FIELDS = (PROMPT, GENERATION, LOGPROBS)
+_EXPERTS = "routed_experts"
+"""Megabytes that NeMo-Gym sends back next to the ids; the engine gets them as little as these."""
+_QUOTED = tuple(f'"{name}"'.encode() for name in MESSAGE_FIELDS)
 _TOKENIZE_PATH = "/tokenize"
 _RENDERING = (
     *("model", "messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt"),
     *("continue_final_message", "add_special_tokens", "mm_processor_kwargs", "return_token_strs"),
 )
 """The fields of a chat request that change the rendering."""
+
+_decode_messages = msgspec.json.Decoder(list[Fields]).decode
+
+
+def asks_on_messages(fields: Fields) -> bool:
+    """Whether a request with `logprobs` asks for ids on messages, as NeMo-RL's server reads it."""
+    return flag(fields, "return_tokens_as_token_ids") and raw_value(fields, "top_logprobs") is not None
+
+
+def with_ids(message: Fields, prompt: bytes, sampled: SampledChoice) -> Fields:
+    """The message of a choice with its ids and log-probabilities.
+
+    Without one finite log-probability for each id it stays as it is: a client must not train on a part.
+    """
+    ids, logprobs = list(sampled.ids or ()), list(sampled.logprobs or ())
+    if sampled.unreadable or sampled.ids is None or sampled.logprobs is None or len(ids) != len(logprobs):
+        return message
+    if not math.isfinite(sum(logprobs)):
+        return message
+    return {**message, PROMPT: msgspec.Raw(prompt), GENERATION: raw(ids), LOGPROBS: raw(logprobs)}
+
+
+def take_prefix(fields: Fields) -> RequiredPrefix | None:
+    """Remove required prefixes from a request's fields and messages; return the one that counts.
+
+    That is `required_prefix_token_ids`, else the ids of the last assistant message that holds some.
+
+    Raises:
+        BadRequest: a message holds ids or log-probabilities of a wrong type, or a part of them.
+    """
+    prefix, found = None, False
+    data = bytes(fields.get("messages", b""))
+    try:
+        messages = _decode_messages(data) if any(name in data for name in _QUOTED) else []
+    except REFUSALS:
+        messages = []  # the engine refuses them with its own message
+    for index, message in enumerate(messages):
+        if raw_value(message, "role") == b'"assistant"' and any(name in message for name in MESSAGE_FIELDS):
+            found = True
+            taken = {name: message.pop(name) for name in MESSAGE_FIELDS if name in message}
+            message.pop(_EXPERTS, None)
+            if not all(map(is_null, taken.values())):
+                prefix = _prefix_of(taken, index)
+    if found:
+        fields["messages"] = raw(messages)
+    required = raw_value(fields, FIELD)
+    fields.pop(FIELD, None)
+    return prefix if required is None else RequiredPrefix(FIELD, required)
+
+
+def _prefix_of(taken: Fields, index: int) -> RequiredPrefix:
+    """The ids that were on a message. Raises BadRequest."""
+    parts: list[bytes] = []
+    for name in (PROMPT, GENERATION):
+        param, value = f"messages[{index}].{name}", raw_value(taken, name)
+        if value is None:
+            raise BadRequest(
+                f"`{param}` is missing: `{PROMPT}` and `{GENERATION}` are one turn only together", param=param
+            )
+        inner = value.strip()[1:-1].strip()
+        if name == GENERATION and not inner and value.lstrip().startswith(b"["):
+            continue
+        try:
+            ids.check(value)
+        except InvalidIds as error:
+            raise BadRequest(f"`{param}` {error}", param=param) from error
+        parts.append(inner)
+    param = f"messages[{index}].{LOGPROBS}"
+    read({param: taken.get(LOGPROBS, msgspec.Raw(NULL))}, param, list[float | None])  # for its error
+    return RequiredPrefix(f"messages[{index}].{PROMPT}", b"[%b]" % b",".join(parts), index)
 
 
 class PrefixRefused(Exception):

@@ -4,16 +4,17 @@ The prompt is planned once, for the model that the fleet serves. The replica tha
 that, because the plan holds the conversation and the replica that has its ids cached.
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import time
 from typing import NamedTuple
 
+import msgspec
+
 from proxy.engine.generate import GenerateTokenIn
 from proxy.engine.token_in import CHAT_PATH, TokenRequest, rename_errors
 from proxy.errors import Unavailable
-from proxy.fields import join, raw, raw_value
+from proxy.fields import join, raw, raw_value, read, stream_options
 from proxy.fleet.model import FleetImages, FleetModel
 from proxy.fleet.replica import Replica
 from proxy.fleet.routing import BYTES_PER_ID, Routing, body_digest
@@ -26,18 +27,20 @@ from proxy.history.turn import WeightSpan
 from proxy.history.vocabulary import Reason
 from proxy.http import Request, Response
 from proxy.monitoring.exchange import span
-from proxy.turn.engine_request import request_for_engine
 from proxy.turn.observed import describe_plan, describe_request
 from proxy.turn.request import ChatRequest, EngineRoute
 from proxy.turn.required_prefix import render_with_prefix
 from proxy.turn.services import Services
-from proxy.types import Headers
+from proxy.types import Fields, Headers
 
 _IMAGE_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs")
 """Fields that change what a model's processor makes of an image."""
 _BAD_REQUEST = 400
 _PROMPT_FIELDS: Mapping[str, str] = {EngineRoute.COMPLETIONS: "prompt", EngineRoute.GENERATE: "token_ids"}
 _SESSION_HEADER = b"x-session-id"
+_TRUE = msgspec.Raw(b"true")
+_NO_ALTERNATIVES = msgspec.Raw(b"0")
+"""The number of alternatives with which the log-probabilities of sampled ids are requested."""
 
 
 @dataclass(slots=True)
@@ -75,18 +78,23 @@ class PlannedTurn:
                 spans, choice.weights_uncertain = self.tag.spans(choice.index, len(choice.ids or ()))
                 choice.weight_versions = tuple(WeightSpan(*span) for span in spans)
 
+    def batch(self) -> Batch | None:
+        """The prompts of a completions request as they are sent; None for the other routes."""
+        if self.request.engine_route is not EngineRoute.COMPLETIONS:
+            return None
+        return Batch(tuple(map(prompt_of, self.plan.prompts)), self.request.choices)
+
     def routing(self) -> Routing:
         """The facts by which the fleet chooses a replica."""
         request, plan = self.request, self.plan
-        held = self._held(plan)
-        if plan.others:
-            held = _joined([held, *map(self._held, plan.others)])
+        held = [self._held(prompt) for prompt in plan.prompts]
+        most = max(held, key=lambda prefix: prefix.reused)
         return Routing(
             conversation=_conversation(plan) if not plan.others else plan.rollout or "",
-            holder=held.holder,
-            held_since=held.since,
-            ids=held.ids,
-            reused=held.reused,
+            holder=most.holder,
+            held_since=most.since,
+            ids=sum(prefix.ids for prefix in held),
+            reused=sum(prefix.reused for prefix in held if prefix.holder == most.holder),
             tenant=request.tenant,
             completion=True,
             digest=lambda: body_digest(request.retry.path, request.retry.body),
@@ -121,23 +129,6 @@ class _HeldPrefix(NamedTuple):
     """The number of ids of the prompt, approximately."""
     reused: int
     """How many of them the replica holds."""
-
-
-def _joined(held: Sequence[_HeldPrefix]) -> _HeldPrefix:
-    """All prompts of a request, and the replica that holds the most of their ids."""
-    reused: Counter[str] = Counter()
-    for prefix in held:
-        reused[prefix.holder] += prefix.reused
-    [(holder, most)] = reused.most_common(1)
-    since = min(prefix.since for prefix in held if prefix.holder == holder)
-    return _HeldPrefix(holder, since, sum(prefix.ids for prefix in held), most)
-
-
-def batch_of(request: ChatRequest, plan: PromptPlan) -> Batch | None:
-    """The prompts of a completions request as they are sent; None for the other routes."""
-    if request.engine_route is not EngineRoute.COMPLETIONS:
-        return None
-    return Batch(tuple(map(prompt_of, plan.prompts)), request.choices)
 
 
 async def plan_turn(request: ChatRequest, services: Services, claims: Claims) -> PlannedTurn:
@@ -196,7 +187,7 @@ async def _plan(request: ChatRequest, model: FleetModel, services: Services, cla
 async def _send(request: ChatRequest, plan: PromptPlan, replica: Replica, services: Services) -> Response:
     recorded = plan.placement.conversation is not None
     evidence = recorded or request.visible.on_messages
-    fields = request_for_engine(request, evidence=evidence)
+    fields = _request_for_engine(request, evidence=evidence)
     if services.cache_salt_by_version and replica.weight_version is not None:
         fields.setdefault("cache_salt", raw(replica.weight_version))
     headers = _headers(request, plan)
@@ -227,6 +218,44 @@ async def _send_prompts(call: Request, plan: PromptPlan, replica: Replica, servi
         response = await rename_errors(response, _PROMPT_FIELDS[call.path])
     _note_prefixes(plan, replica, response, services)
     return response
+
+
+def _request_for_engine(request: ChatRequest, *, evidence: bool) -> Fields:
+    """The fields of the request.
+
+    Args:
+        evidence: whether to request ids, usage and log-probabilities, to record them.
+    """
+    fields = dict(request.fields)
+    if not evidence:
+        return fields
+    fields["return_token_ids"] = _TRUE
+    match request.engine_route:
+        case EngineRoute.CHAT:
+            if raw_value(fields, "top_logprobs") in (None, b"0"):
+                fields["logprobs"] = _TRUE
+            if not request.visible.reasoning and not _constrained(fields):
+                # else vLLM hides ids too; the redactor removes the reasoning
+                fields["include_reasoning"] = _TRUE
+        case EngineRoute.COMPLETIONS:
+            if raw_value(fields, "logprobs") is None:
+                fields["logprobs"] = _NO_ALTERNATIVES
+        case EngineRoute.GENERATE:
+            sampling = read(fields, "sampling_params", Fields)
+            if sampling is not None and raw_value(sampling, "logprobs") is None:
+                sampling["logprobs"] = _NO_ALTERNATIVES
+                fields["sampling_params"] = msgspec.Raw(join(sampling))
+    if request.stream:
+        usage = {"include_usage": _TRUE, "continuous_usage_stats": _TRUE}
+        fields["stream_options"] = msgspec.Raw(join({**stream_options(fields), **usage}))
+    return fields
+
+
+def _constrained(fields: Fields) -> bool:
+    """Whether a grammar constrains the completion; vLLM then reads `include_reasoning` to apply it."""
+    names = ("response_format", "structured_outputs")
+    free = (None, b'"none"', b'"auto"')
+    return any(raw_value(fields, name) for name in names) or raw_value(fields, "tool_choice") not in free
 
 
 def _note_prefixes(plan: PromptPlan, replica: Replica, response: Response, services: Services) -> None:

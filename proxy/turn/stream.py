@@ -1,22 +1,22 @@
 """A stream of chunks that is recorded on its way to the client."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import AsyncExitStack
 from time import monotonic
 
-from proxy.engine.sse import data_event, event_data, split_events
+from proxy.engine.sse import event_data, split_events
 from proxy.errors import ApiError, EngineBroken
 from proxy.fleet.weight_tags import WeightTag
+from proxy.history.completion import Batch
 from proxy.history.plan import prompt_of
 from proxy.history.recorder import Recording
 from proxy.history.retries import KEPT_BYTES, Attempt
 from proxy.http import Response
-from proxy.turn.reader import DONE, StreamReader
-from proxy.turn.redactor import StreamRedactor
-from proxy.turn.request import ChatRequest
-from proxy.turn.sending import batch_of
-from proxy.turn.stream_blocks import StreamBlocks
-from proxy.turn.usual_chunk import UsualChunk
+from proxy.turn import wire
+from proxy.turn.answer import DONE, Answer
+from proxy.turn.reader import StreamReader
+from proxy.turn.usual_chunk import Piece, UsualChunk
 
 _QUIET_S = 0.05
 """A stream to which nothing was added for so long has no event on its way from an engine that is paused."""
@@ -35,30 +35,32 @@ class RecordedStream:
     def __init__(
         self,
         response: Response,
-        request: ChatRequest,
+        answer: Answer,
         recording: Recording,
+        batch: Batch | None,
         attempt: Attempt,
         cleanup: AsyncExitStack,
         tag: WeightTag,
         *,
+        choices: int = 1,
         usage_s: float = _USAGE_S,
     ) -> None:
         """A stream that is about to be sent.
 
         Args:
-            tag: learns where in the stream the weights changed.
             response: its chunks end where events end, as those of `Fleet.send` do.
-            cleanup: closed with the response.
+            batch: the prompts of a completions request; None for the other routes.
+            cleanup: closed with the stream. It closes the response.
+            tag: learns where in the stream the weights changed.
+            choices: how many each prompt has.
             usage_s: how long the event that ends the last turn waits for the usage.
         """
         self.status = response.status
         self.headers = [pair for pair in response.headers if pair[0] != b"content-length"]
-        self._response = response
-        self._blocks = StreamBlocks(response.chunks())
+        self._blocks = _Blocks(response.chunks())
         plan = recording.plan
-        expected = request.choices * len(plan.prompts)
-        self._reader = StreamReader(expected, prompt_of(plan), batch_of(request, plan))
-        self._redactor = StreamRedactor(request.visible, request.engine_route)
+        self._reader = StreamReader(choices * len(plan.prompts), prompt_of(plan), batch)
+        self._answer = answer
         self._recording = recording
         self._attempt = attempt
         self._cleanup = cleanup
@@ -76,10 +78,11 @@ class RecordedStream:
         tag.progress = self._progress
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The events, with the fields that the client requested.
+        """The events, as the client gets them.
 
         Raises:
             EngineBroken: the connection breaks, an event is not a chunk, or the stream ends before the turn.
+            Unavailable: the response is not stored, and its client could not go on without that.
         """
         try:
             async for block in self._blocks:
@@ -97,9 +100,9 @@ class RecordedStream:
                 yield held
             if not (self._done or self._reader.complete or self._reader.failed):
                 raise EngineBroken("the engine ended its stream before the turn ended")
-        except ApiError:
-            if held := await self._release():
-                yield held
+        except ApiError as error:
+            if last := await self._release() + self._answer.broken(error):
+                yield last
             raise
         finally:
             # the client left, or the engine's stream ended early: record what arrived so far
@@ -111,15 +114,10 @@ class RecordedStream:
 
     async def aclose(self) -> None:
         """Record the ids sampled so far if the client left early, and close the engine's response."""
-        try:
+        async with self._cleanup:
             self._recording.add_later(self._reader.rest())
             self._attempt.abandon()
             await self._blocks.aclose()
-        finally:
-            try:
-                await self._response.aclose()
-            finally:
-                await self._cleanup.aclose()
 
     def _progress(self) -> dict[int, int] | None:
         """Number of sampled ids by choice; None if more may have arrived, or may be about to arrive."""
@@ -135,8 +133,12 @@ class RecordedStream:
         ready = self._ready
         try:
             for event in split_events(block):
-                usual = UsualChunk.match(event)
-                if usual is None or not self._reader.add(usual):
+                usual = None if self._answer.reads_tokens else UsualChunk.match(event)
+                piece = None if usual is None else usual.piece()
+                read: Piece | wire.Parsed
+                if piece is not None and self._reader.add(piece):
+                    read = piece
+                else:
                     data = event_data(event)
                     if data is None:
                         ready.append(event)  # a comment, which keeps the connection alive
@@ -144,17 +146,19 @@ class RecordedStream:
                     if data == DONE:
                         yield self._sendable()
                         yield self._end()
-                        ready.append(data_event(DONE))
                         continue
-                    self._reader.read(data)
+                    read = wire.parse(
+                        data, tokens=self._answer.reads_tokens, one_prompt=self._reader.batch is None
+                    )
+                    self._reader.read(read.completion)
                     if self._reader.has_ended:
                         yield self._sendable()
                         if self._reader.awaits_usage:
                             self._held_until = self._held_until or monotonic() + self._usage_s
                         else:
                             yield self._record_ended()
-                if (visible := self._redactor.redact(event, usual)) is not None:
-                    ready.append(self._keep(visible))
+                if shown := self._answer.event(event, usual, read):
+                    ready.append(self._keep(shown))
         except EngineBroken:
             yield self._sendable()
             raise
@@ -184,7 +188,9 @@ class RecordedStream:
         complete = self._reader.complete
         await self._record_ended()
         await self._recording.add(self._reader.rest())
-        self._keep(data_event(DONE))
+        end = self._keep(self._answer.end())
+        await self._answer.settle()
+        self._ready.append(end)
         if complete and not self._broken_off and self._sent is not None:
             await self._attempt.keep(self.status, self.headers, b"".join(self._sent))
 
@@ -195,3 +201,40 @@ class RecordedStream:
             if self._sent_bytes > KEPT_BYTES:
                 self._sent = None
         return event
+
+
+class _Blocks:
+    """The blocks of an engine's stream. It tells whether the next one arrives in time."""
+
+    def __init__(self, blocks: AsyncIterator[bytes]) -> None:
+        self._blocks = blocks
+        self._next: asyncio.Task[bytes] | None = None
+        """Reads the block that `arrives` waited for."""
+
+    def __aiter__(self) -> "_Blocks":
+        return self
+
+    def __anext__(self) -> Awaitable[bytes]:
+        """The next block. Raises what the stream raises."""
+        # no coroutine of its own: this runs once for each block of a stream
+        if self._next is None:
+            return anext(self._blocks)
+        task, self._next = self._next, None
+        return task
+
+    async def arrives(self, seconds: float) -> bool:
+        """Whether the next block, the end or a failure of the stream arrives within `seconds`.
+
+        It is still to be read afterwards.
+        """
+        if self._next is None:
+            self._next = asyncio.ensure_future(anext(self._blocks))
+        await asyncio.wait((self._next,), timeout=seconds)
+        return self._next.done()
+
+    async def aclose(self) -> None:
+        """Stop waiting for the next block."""
+        if self._next is not None:
+            self._next.cancel()
+            await asyncio.gather(self._next, return_exceptions=True)
+            self._next = None

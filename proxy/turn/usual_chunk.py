@@ -16,8 +16,8 @@ from typing import NamedTuple
 import msgspec
 
 from proxy.fields import NULL
-from proxy.turn.alternatives import MARK
-from proxy.turn.visible import Visible
+from proxy.turn.request import Visible
+from proxy.turn.wire import ALTERNATIVES
 
 # Possessive quantifiers (`*+`): a chunk that does not match is refused without backtracking.
 _TEXT = rb'"[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u00[0-9a-f]{2})[^"\\\x00-\x1f]*+)*+"'
@@ -46,8 +46,9 @@ _ARGUMENTS = rb'"tool_calls":\[\{"index":%b,"function":\{"arguments":%b\}\}\]' %
 
 _match = re.compile(
     rb'(data: \{"id":%b,"object":"chat\.completion\.chunk","created":%b,' % (_TEXT, _NATURAL)
-    + rb'"model":%b,"choices":\[\{"index":(%b),"delta":\{(?:"content":(%b)|' % (_TEXT, _NATURAL, _TEXT)
-    + rb'("reasoning(?:_content)?+":%b|%b))\},"logprobs":)' % (_TEXT, _ARGUMENTS)
+    + rb'"model":%b,"choices":\[\{"index":(%b),"delta":\{(?:"(content|reasoning(?:_content)?+)":(%b)|'
+    % (_TEXT, _NATURAL, _TEXT)
+    + rb'%b)\},"logprobs":)' % _ARGUMENTS
     + rb'(null|\{"content":\[(?:%b)?+\]\})' % _LOGPROBS
     + rb'(,"finish_reason":null(?:,"stop_reason":null)?+,"token_ids":)(%b)(\}\])' % _NATURALS
     + rb'(,"usage":(\{%b\}))\}\n\n' % _list(_COUNTS)
@@ -63,7 +64,9 @@ class Piece(NamedTuple):
 
     choice: int
     """Its index."""
-    content: str
+    field: str
+    """Of the message, which the text is part of: `content`, `reasoning` or `reasoning_content`."""
+    text: str
     token_id: int
     logprob: float
     usage: bytes
@@ -86,26 +89,27 @@ class UsualChunk:
         return None if found is None else cls(found.groups())
 
     def piece(self) -> Piece | None:
-        """What was sampled; None if it is not one id with content and a log-probability, and nothing else."""
-        _, index, content, _, logprobs, number, more, _, ids, _, _, usage = self._groups
+        """What was sampled; None if it is not one id with text and a log-probability, and nothing else."""
+        _, index, field, text, logprobs, number, more, _, ids, _, _, usage = self._groups
         if (
-            content is None
+            field is None
             or number is None
             or more
             or len(ids) > _MAX_IDS_BYTES
             or len(index) > _MAX_INDEX_DIGITS
-            or MARK in logprobs
+            or ALTERNATIVES in logprobs
         ):
             return None
         try:
-            return Piece(int(index), _decode_text(content), int(ids[1:-1]), float(number), usage)
+            name, decoded = field.decode(), _decode_text(text)
+            return Piece(int(index), name, decoded, int(ids[1:-1]), float(number), usage)
         except (ValueError, msgspec.MsgspecError):  # no id, several ids, a text that is not UTF-8
             return None
 
     def redacted(self, visible: Visible) -> bytes | None:
         """An event of the fields that the client requested; None if its reasoning is to be hidden."""
-        head, _, _, not_content, logprobs, _, _, middle, ids, end, usage, _ = self._groups
-        if not_content and not visible.reasoning:
+        head, _, field, _, logprobs, _, _, middle, ids, end, usage, _ = self._groups
+        if field != b"content" and not visible.reasoning:
             return None
         return b"".join(
             (

@@ -17,8 +17,7 @@ from proxy.history.store import Limits, Session, session_id
 from proxy.history.turn import new_id
 from proxy.metrics import Metrics
 from proxy.stores.memory import MemoryStore
-from proxy.turn.request import ChatRequest, Rendering, RetrySigns, SessionRef
-from proxy.turn.visible import Visible
+from proxy.turn.request import ChatRequest, Rendering, RetrySigns, SessionRef, Visible
 from tokenization import ids
 
 Message = dict[str, Any]

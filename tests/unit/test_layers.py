@@ -35,7 +35,6 @@ _FOR_ALL = [
     "proxy.types",
     "proxy.urls",
     "proxy.turn.request",
-    "proxy.turn.visible",
 ]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from proxy.dialects.messages.blocks import (
+from proxy.dialects.messages.request import (
     Block,
     Content,
     Image,

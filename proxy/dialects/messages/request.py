@@ -1,16 +1,150 @@
-"""The request, as clients send it."""
+"""The request, as clients send it.
+
+Fields of blocks that are not listed here, such as `cache_control` and `citations`, are ignored.
+"""
 
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from proxy.dialects.messages.blocks import Content, Message, Text, ToolAddition, ToolRemoval
-from proxy.dialects.messages.definitions import Tool, ToolChoice
 from proxy.errors import BadRequest
-from proxy.fields import check_utf8
+from proxy.fields import NULL, check_utf8
 
 JsonObject = dict[str, msgspec.Raw]
+_NULL = msgspec.Raw(NULL)
+
+
+class Tool(msgspec.Struct):
+    """The definition of a tool."""
+
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: msgspec.Raw = _NULL
+    strict: bool | None = None
+    defer_loading: bool | None = None
+
+
+class ToolChoice(msgspec.Struct):
+    """Which tools the model may or must call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Source(msgspec.Struct):
+    """Where an image is: in `data`, base64-encoded, or at `url`."""
+
+    type: str | None = None
+    media_type: str = "image/jpeg"
+    data: str = ""
+    url: str = ""
+
+    @property
+    def location(self) -> str:
+        """The URL of the image, as chat completions take it."""
+        return self.url if self.type == "url" else f"data:{self.media_type};base64,{self.data}"
+
+
+class Text(msgspec.Struct, tag_field="type", tag="text"):
+    """A text."""
+
+    text: str | None = None
+
+
+class Image(msgspec.Struct, tag_field="type", tag="image"):
+    """An image."""
+
+    source: Source | None = None
+
+
+class Thinking(msgspec.Struct, tag_field="type", tag="thinking"):
+    """The reasoning of an assistant."""
+
+    thinking: str | None = None
+    signature: str | None = None
+    """Names the turn; see `proxy.history.echo`."""
+
+
+class RedactedThinking(msgspec.Struct, tag_field="type", tag="redacted_thinking"):
+    """Reasoning that another model's provider has encrypted. It is ignored."""
+
+
+class ToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
+    """A call of a tool."""
+
+    id: str
+    name: str
+    input: msgspec.Raw = _NULL
+    """An object. Others are accepted, because a model may have sampled them."""
+
+
+class ResultPart(msgspec.Struct):
+    """A part of the result of a tool. Only the types text, image and tool_reference count."""
+
+    type: str | None = None
+    text: msgspec.Raw = _NULL
+    source: msgspec.Raw = _NULL
+    tool_name: msgspec.Raw = _NULL
+    name: msgspec.Raw = _NULL
+
+
+class ToolResult(msgspec.Struct, tag_field="type", tag="tool_result"):
+    """The result of a call. Whether it is an error (`is_error`) is in no prompt, as in vLLM."""
+
+    tool_use_id: str
+    content: str | list[ResultPart] | None = None
+
+
+class ToolReference(msgspec.Struct, tag_field="type", tag="tool_reference"):
+    """The name of a tool that a search found. It counts in the content of a result only."""
+
+
+class NamedTool(msgspec.Struct, tag_field="type", tag="tool_reference"):
+    """A tool of the request."""
+
+    name: str
+
+
+class DefinedTool(msgspec.Struct, tag_field="type", tag="tool_definition"):
+    """A tool that the request does not list."""
+
+    definition: Tool
+
+
+class ToolAddition(msgspec.Struct, tag_field="type", tag="tool_addition"):
+    """A tool that the model has from here on."""
+
+    tool: NamedTool | DefinedTool
+
+
+class ToolRemoval(msgspec.Struct, tag_field="type", tag="tool_removal"):
+    """A tool that the model no longer has."""
+
+    tool: NamedTool
+
+
+Block = (
+    Text
+    | Image
+    | Thinking
+    | RedactedThinking
+    | ToolUse
+    | ToolResult
+    | ToolReference
+    | ToolAddition
+    | ToolRemoval
+)
+Content = str | list[Block]
+
+
+class Message(msgspec.Struct):
+    """One message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Content
 
 
 class ThinkingEnabled(msgspec.Struct, tag_field="type", tag="enabled"):

@@ -2,13 +2,10 @@
 
 | file | about |
 |---|---|
-| request.py | the fields of a request, as the fields of a chat completion |
-| items.py, content.py | input items, as chat messages; the parts of one item |
-| tools.py | tools and the choice of a tool |
+| request.py | the fields of a request and its tools, as the fields of a chat completion |
+| items.py | input items and their parts, as chat messages |
 | ids.py | ids of responses and items, and encrypted content |
 | output.py, answer.py | the output items of a turn; the response object and its stream |
-| compaction.py | conversations in place of which a summary is sent |
 | records.py | stored responses, and the items of earlier ones |
-| errors.py | error codes |
 | dialect.py | all of it as a `Dialect` |
 """

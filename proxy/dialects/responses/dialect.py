@@ -3,15 +3,8 @@
 from typing import Any, ClassVar
 
 from proxy.dialects.base import Dialect, SessionFields, apply_session, chat_request, visible_of
-from proxy.dialects.responses.answer import (
-    CompactedTranslation,
-    CompactionTranslation,
-    Keep,
-    ResponsesTranslation,
-)
-from proxy.dialects.responses.compaction import PROMPT
-from proxy.dialects.responses.content import Item
-from proxy.dialects.responses.items import encode, messages_of
+from proxy.dialects.responses.answer import CompactionTranslation, Keep, ResponsesTranslation
+from proxy.dialects.responses.items import Item, encode, messages_of
 from proxy.dialects.responses.records import Recalled, resolved
 from proxy.dialects.responses.request import ResponsesRequest, chat_fields
 from proxy.dialects.translated import Translation
@@ -21,6 +14,14 @@ from proxy.turn.request import ChatRequest
 
 PATH = "/v1/responses"
 COMPACT_PATH = "/v1/responses/compact"
+COMPACT_PROMPT = """\
+The conversation is about to be continued by another instance of you that sees only your summary of it. \
+Write that summary now, as plain text and without calling tools. Include:
+- what the user wants, with every requirement and preference that was stated
+- what was done so far, and what was decided and why
+- names, paths, commands, values and results that are needed to go on
+- what remains to be done, next step first"""
+"""The user message that asks for the summary."""
 
 
 class ResponsesDialect(Dialect):
@@ -46,7 +47,7 @@ class ResponsesDialect(Dialect):
         if not messages:
             raise BadRequest("`input` must not be empty: send at least one item", param="input")
         if asked.compact:
-            messages.append({"role": "user", "content": PROMPT})
+            messages.append({"role": "user", "content": COMPACT_PROMPT})
         if asked.instructions:
             messages.insert(0, {"role": "system", "content": asked.instructions})
             tokens = {index + 1: named for index, named in tokens.items()}
@@ -71,4 +72,5 @@ class CompactDialect(ResponsesDialect):
 
     def translation(self, request: ChatRequest) -> Translation:
         """See `Dialect.translation`."""
-        return CompactedTranslation(self._asked, self._items, self._recalled.earlier, self._keep)
+        kept = [item for item in (*self._recalled.earlier, *self._items) if item.get("role") == "user"]
+        return CompactionTranslation(self._asked, self._items, [], self._keep, kept)

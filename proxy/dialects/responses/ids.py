@@ -6,7 +6,6 @@ All are made of the turn's id here and nowhere else. None holds text of the mode
 import re
 
 from proxy.history.echo import TurnTokens, turn_in
-from proxy.history.turn import new_id
 
 _PREFIXES = {
     "message": "msg",
@@ -19,11 +18,6 @@ _ITEM = re.compile(r"(?:msg|rs|fc|ctc|cmp)_([A-Za-z0-9_-]{36,40})")
 _PLAIN = re.compile(r"([0-9a-f]{32})[0-9a-f]{4}")
 _RESPONSE = "resp_"
 _RESPONSE_ID = re.compile(rf"{_RESPONSE}[0-9a-f]{{32}}")
-
-
-def base_of(turn: str) -> str:
-    """What the ids of a turn's response are made of: the turn's id, or a new one if it is not recorded."""
-    return turn or new_id()
 
 
 def response_id(base: str) -> str:
@@ -40,7 +34,7 @@ class Names:
     """Names the items of one response: by tokens that name the turn, where it is recorded."""
 
     def __init__(self, base: str, tokens: TurnTokens | None = None) -> None:
-        """`base`: see `base_of`."""
+        """`base`: the turn's id, or a new one if it is not recorded."""
         self._base = base
         self._tokens = tokens
 

@@ -12,20 +12,26 @@ So a text after a text, or reasoning after a text, begins the next turn. Results
 between the calls of one turn.
 """
 
+import json
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
-from proxy.dialects.responses.content import Item, content_of, joined_text, kind_of, text_field
 from proxy.dialects.responses.ids import compaction_of, tokens_of, turn_of
-from proxy.dialects.responses.tools import flat_name, wrapped_input
 from proxy.errors import BadRequest
 
+Item = dict[str, Any]
 COMPACTIONS = ("compaction", "compaction_summary", "context_compaction")
 """Types of items that stand for a compacted conversation."""
 TRIGGER = "compaction_trigger"
+CUSTOM_INPUT = "input"
+"""The one parameter of a custom tool. Names and texts are vLLM's."""
 _ROLES = ("user", "system", "developer", "assistant")
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
+
+
+_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
 def item_kind(item: object, at: str) -> str:
@@ -192,3 +198,96 @@ def as_input(value: object) -> list[Item]:
 def encode(messages: list[Item]) -> msgspec.Raw:
     """Messages as JSON."""
     return msgspec.Raw(msgspec.json.encode(messages))
+
+
+# --- parts
+
+
+def flat_name(namespace: str, name: str) -> str:
+    """The name that the model sees of a function in a namespace."""
+    return f"{namespace}__{name}"
+
+
+def wrapped_input(text: str) -> str:
+    """The arguments of the function call that stands for a call of a custom tool."""
+    return json.dumps({CUSTOM_INPUT: text}, ensure_ascii=False)
+
+
+def text_field(item: Item, name: str, at: str) -> str:
+    """A field that must be a string. Raises BadRequest."""
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise BadRequest(f"`{at}.{name}` must be a string", param=f"{at}.{name}")
+    return value
+
+
+def content_of(content: object, at: str) -> str | list[Item]:
+    """What a user, the system or a tool says, as the content of a chat message.
+
+    Args:
+        at: path of the content in the request, for error messages.
+
+    Raises:
+        BadRequest: it is neither a string nor a list of texts, images and sounds.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadRequest(f"`{at}` must be a string or a list of parts", param=at)
+    return [_part(part, f"{at}[{index}]") for index, part in enumerate(content)]
+
+
+def joined_text(parts: object, at: str) -> str:
+    """The texts of a list of parts, joined as the SDKs join them.
+
+    Raises:
+        BadRequest: it is not a list of texts.
+    """
+    if isinstance(parts, str):
+        return parts
+    if not isinstance(parts, list):
+        raise BadRequest(f"`{at}` must be a string or a list of parts", param=at)
+    return "".join(_text(part, f"{at}[{index}]") for index, part in enumerate(parts))
+
+
+def kind_of(part: object, at: str) -> str:
+    """The type of a part. Raises BadRequest."""
+    if not isinstance(part, dict):
+        raise BadRequest(f"`{at}` must be an object", param=at)
+    return text_field(part, "type", at)
+
+
+def _text(part: object, at: str) -> str:
+    if kind_of(part, at) not in _TEXTS:
+        raise BadRequest(
+            f"`{at}.type` is `{kind_of(part, at)}`, and only texts are possible here", param=f"{at}.type"
+        )
+    assert isinstance(part, dict)
+    return text_field(part, "text", at)
+
+
+def _part(part: object, at: str) -> Item:
+    kind = kind_of(part, at)
+    assert isinstance(part, dict)
+    if kind in _TEXTS:
+        return {"type": "text", "text": text_field(part, "text", at)}
+    if kind == "input_image":
+        return _image(part, at)
+    if kind == "input_audio" and isinstance(part.get("input_audio"), dict):
+        return {"type": "input_audio", "input_audio": part["input_audio"]}
+    raise BadRequest(
+        f"`{at}.type` is `{kind}`: this server takes `input_text`, `input_image` and `input_audio`",
+        param=f"{at}.type",
+    )
+
+
+def _image(part: Item, at: str) -> Item:
+    if part.get("image_url") is None:
+        raise BadRequest(
+            f"`{at}` names a file: this server keeps none, send `image_url` (a data URL or a web address)",
+            param=f"{at}.image_url",
+        )
+    url: Item = {"url": text_field(part, "image_url", at)}
+    if part.get("detail") is not None:
+        url["detail"] = text_field(part, "detail", at)
+    return {"type": "image_url", "image_url": url}

@@ -5,13 +5,14 @@ An item is open while pieces of it arrive. One is open at a time: the first piec
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from proxy.dialects.chat_parts import CallPart, MessagePart
-from proxy.dialects.responses import ids
-from proxy.dialects.responses.content import Item
-from proxy.dialects.responses.tools import Tools, unwrapped_input
+from proxy.dialects.responses.ids import Names
+from proxy.dialects.responses.items import Item
+from proxy.dialects.responses.request import Tools, unwrapped_input
 from proxy.errors import EngineBroken
+from proxy.history.turn import new_id
+from proxy.turn import wire
 
 Event = dict[str, Any]
 
@@ -53,166 +54,118 @@ class _Open(ABC):
         return []
 
     @abstractmethod
-    def add(self, piece: str) -> Event:
-        """The event for the next piece."""
+    def add(self, piece: str, logprobs: list[Item]) -> list[Event]:
+        """The events for the next piece, and its log-probabilities if it is text."""
 
     @abstractmethod
     def end(self) -> list[Event]:
         """The events after the last piece."""
 
 
-class _Reasoning(_Open):
-    """Reasoning, in the item's content or in its summary."""
+class _Kind(NamedTuple):
+    """A kind of text, and the names of its events."""
 
-    def __init__(self, name: str, index: int, encrypted: str | None, *, summary: bool) -> None:
-        super().__init__(name, index)
-        self._encrypted = encrypted
-        kind = "summary" if summary else "content"
-        self._position: Item = {f"{kind}_index": 0}
-        self._kind, self._type = kind, "summary_text" if summary else "reasoning_text"
-        self._part = "reasoning_summary_part" if summary else "content_part"
-        self._text = "reasoning_summary_text" if summary else "reasoning_text"
+    type: str
+    """Of the part that holds it."""
+    text: str
+    """Begins the names of the events about the text."""
+    part: str = "content_part"
+    """Begins the names of the events about the part."""
+    parts: str = "content"
+    """The field of the item that holds the part."""
+    field: str = "text"
+    """The field of the part that holds the text."""
 
-    def item(self, status: str) -> Item:
-        parts = [] if status == "in_progress" else [{"type": self._type, "text": self.text}]
-        item: Item = {"id": self.name, "type": "reasoning", "summary": []}
-        if self._kind == "content":
-            item["content"] = parts
-        else:
-            item["summary"] = parts
-        return {**item, "encrypted_content": self._encrypted, "status": status}
 
-    def begin(self) -> list[Event]:
-        return [self.event(f"{self._part}.added", **self._position, part={"type": self._type, "text": ""})]
-
-    def add(self, piece: str) -> Event:
-        self._pieces.append(piece)
-        return self.event(f"{self._text}.delta", **self._position, delta=piece)
-
-    def end(self) -> list[Event]:
-        text = self.text
-        part = {"type": self._type, "text": text}
-        return [
-            self.event(f"{self._text}.done", **self._position, text=text),
-            self.event(f"{self._part}.done", **self._position, part=part),
-        ]
+_MESSAGE = _Kind("output_text", "output_text")
+_REFUSAL = _Kind("refusal", "refusal", field="refusal")
+_REASONING = _Kind("reasoning_text", "reasoning_text")
+_SUMMARY = _Kind("summary_text", "reasoning_summary_text", "reasoning_summary_part", "summary")
 
 
 class _Text(_Open):
-    """A message with one text."""
+    """A message with one text or refusal, or reasoning in its content or its summary."""
 
-    def __init__(self, name: str, index: int) -> None:
+    def __init__(self, name: str, index: int, kind: _Kind, encrypted: str | None) -> None:
+        """`encrypted`: the encrypted content of reasoning; None if it has none."""
         super().__init__(name, index)
-        self.logprobs: list[Item] = []
+        self.kind = kind
+        self._logprobs: list[Item] = []
+        self._encrypted = encrypted
+        self._position = {f"{kind.parts}_index": 0}
 
     def item(self, status: str) -> Item:
-        content = [] if status == "in_progress" else [self._part_with(self.text)]
-        return {
-            "id": self.name, "type": "message", "status": status, "role": "assistant", "content": content
-        }  # fmt: skip
+        kind = self.kind
+        parts = {kind.parts: [] if status == "in_progress" else [self._part(self.text)]}
+        if kind in (_MESSAGE, _REFUSAL):
+            return {"id": self.name, "type": "message", "status": status, "role": "assistant", **parts}
+        reasoning = {"id": self.name, "type": "reasoning", "summary": [], **parts}
+        return {**reasoning, "encrypted_content": self._encrypted, "status": status}
 
     def begin(self) -> list[Event]:
-        return [self.event("content_part.added", content_index=0, part=self._part_with(""))]
+        return [self.event(f"{self.kind.part}.added", **self._position, part=self._part(""))]
 
-    def add(self, piece: str) -> Event:
-        return self.add_with(piece, [])
-
-    def add_with(self, piece: str, logprobs: list[Item]) -> Event:
-        """The event for the next piece and its log-probabilities."""
+    def add(self, piece: str, logprobs: list[Item]) -> list[Event]:
         self._pieces.append(piece)
-        self.logprobs += logprobs
-        return self.event("output_text.delta", content_index=0, delta=piece, logprobs=logprobs)
+        self._logprobs += logprobs
+        more = {"logprobs": logprobs} if self.kind is _MESSAGE else {}
+        return [self.event(f"{self.kind.text}.delta", **self._position, delta=piece, **more)]
 
     def end(self) -> list[Event]:
-        text = self.text
+        text = {self.kind.field: self.text}
+        if self.kind is _MESSAGE:
+            text["logprobs"] = self._logprobs  # type: ignore[assignment]
+        part = self._part(self.text)
         return [
-            self.event("output_text.done", content_index=0, text=text, logprobs=self.logprobs),
-            self.event("content_part.done", content_index=0, part=self._part_with(text)),
+            self.event(f"{self.kind.text}.done", **self._position, **text),
+            self.event(f"{self.kind.part}.done", **self._position, part=part),
         ]
 
-    def _part_with(self, text: str) -> Item:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self.logprobs)}
-
-
-class _Refusal(_Open):
-    """A message that refuses."""
-
-    def item(self, status: str) -> Item:
-        content = [] if status == "in_progress" else [{"type": "refusal", "refusal": self.text}]
-        return {
-            "id": self.name, "type": "message", "status": status, "role": "assistant", "content": content
-        }  # fmt: skip
-
-    def begin(self) -> list[Event]:
-        return [self.event("content_part.added", content_index=0, part={"type": "refusal", "refusal": ""})]
-
-    def add(self, piece: str) -> Event:
-        self._pieces.append(piece)
-        return self.event("refusal.delta", content_index=0, delta=piece)
-
-    def end(self) -> list[Event]:
-        part = {"type": "refusal", "refusal": self.text}
-        return [
-            self.event("refusal.done", content_index=0, refusal=self.text),
-            self.event("content_part.done", content_index=0, part=part),
-        ]
+    def _part(self, text: str) -> Item:
+        part: Item = {"type": self.kind.type, self.kind.field: text}
+        return (
+            {**part, "annotations": [], "logprobs": list(self._logprobs)} if self.kind is _MESSAGE else part
+        )
 
 
 class _Call(_Open):
-    """A call of a function."""
+    """A call of a function, or of a custom tool, whose input is known when the arguments are complete."""
 
     def __init__(self, name: str, index: int, call: str, function: str, tools: Tools) -> None:
         super().__init__(name, index)
-        self._call = call
+        self._custom = function in tools.custom
         space, self._function = tools.spaces.get(function, (None, function))
-        self._space = {} if space is None else {"namespace": space}
+        self._fields = {"call_id": call, "name": self._function}
+        if space is not None:
+            self._fields["namespace"] = space
 
     def item(self, status: str) -> Item:
-        arguments = "" if status == "in_progress" else self.text
-        return {
-            "id": self.name, "type": "function_call", "status": status, "call_id": self._call,
-            "name": self._function, "arguments": arguments, **self._space,
-        }  # fmt: skip
+        text = "" if status == "in_progress" else self._text
+        kind, field = ("custom_tool_call", "input") if self._custom else ("function_call", "arguments")
+        return {"id": self.name, "type": kind, "status": status, field: text, **self._fields}
 
-    def add(self, piece: str) -> Event:
+    def add(self, piece: str, logprobs: list[Item]) -> list[Event]:
         self._pieces.append(piece)
-        return self.event("function_call_arguments.delta", delta=piece)
+        return [] if self._custom else [self.event("function_call_arguments.delta", delta=piece)]
 
     def end(self) -> list[Event]:
-        return [self.event("function_call_arguments.done", name=self._function, arguments=self.text)]
-
-
-class _CustomCall(_Open):
-    """A call of a custom tool. Its input is known when the arguments that hold it are complete."""
-
-    def __init__(self, name: str, index: int, call: str, tool: str) -> None:
-        super().__init__(name, index)
-        self._call = call
-        self._tool = tool
-
-    def item(self, status: str) -> Item:
-        value = "" if status == "in_progress" else unwrapped_input(self.text)
-        return {
-            "id": self.name, "type": "custom_tool_call", "status": status, "call_id": self._call,
-            "name": self._tool, "input": value,
-        }  # fmt: skip
-
-    def add(self, piece: str) -> Event:
-        self._pieces.append(piece)
-        return {}
-
-    def end(self) -> list[Event]:
-        value = unwrapped_input(self.text)
+        text = self._text
+        if not self._custom:
+            return [self.event("function_call_arguments.done", name=self._function, arguments=text)]
         return [
-            self.event("custom_tool_call_input.delta", delta=value),
-            self.event("custom_tool_call_input.done", input=value),
+            self.event("custom_tool_call_input.delta", delta=text),
+            self.event("custom_tool_call_input.done", input=text),
         ]
+
+    @property
+    def _text(self) -> str:
+        return unwrapped_input(self.text) if self._custom else self.text
 
 
 class Output:
     """The output of one turn, from the pieces of its message."""
 
-    def __init__(self, options: OutputOptions, names: ids.Names) -> None:
+    def __init__(self, options: OutputOptions, names: Names) -> None:
         """`names`: of the items."""
         self.items: list[Item] = []
         """Those that are complete."""
@@ -225,26 +178,25 @@ class Output:
         self._unnamed: dict[int, str] = {}
         """Ids of calls whose names did not arrive yet."""
 
-    def add(self, part: MessagePart, logprobs: list[Item]) -> list[Event]:
+    def add(self, message: dict[str, Any], thought: str, logprobs: list[Item]) -> list[Event]:
         """The events for the next piece of the message, or for a whole one.
+
+        Args:
+            thought: its reasoning.
 
         Raises:
             EngineBroken: it continues a tool call that was followed by another one.
         """
         events: list[Event] = []
-        if part.thought:
-            events += self._switch(_Reasoning)
-            events.append(self._opened.add(part.thought))
-        if part.content:
-            events += self._switch(_Text)
-            assert isinstance(self._opened, _Text)
-            events.append(self._opened.add_with(part.content, logprobs))
-        if part.refusal:
-            events += self._switch(_Refusal)
-            events.append(self._opened.add(part.refusal))
-        for call in part.tool_calls or []:
+        if thought:
+            events += self._add_text(_SUMMARY if self._options.summary else _REASONING, thought, [])
+        if text := wire.text_of(message):
+            events += self._add_text(_MESSAGE, text, logprobs)
+        if refusal := wire.text_of(message, "refusal"):
+            events += self._add_text(_REFUSAL, refusal, [])
+        for call in wire.calls_of(message):
             events += self._add_call(call)
-        return [event for event in events if event]
+        return events
 
     def end(self, status: str) -> list[Event]:
         """The events after the last piece. An output without items gets an empty message.
@@ -254,51 +206,44 @@ class Output:
         Args:
             status: of the item that is open.
         """
+        empty = not self.items and self._open is None
+        begun = self._begin(self._new_text(_MESSAGE)) if empty else []
+        return begun + self._close(status)
+
+    def _add_text(self, kind: _Kind, text: str, logprobs: list[Item]) -> list[Event]:
         events: list[Event] = []
-        if not self.items and self._open is None:
-            events = self._switch(_Text)
-        return events + self._close(status)
-
-    @property
-    def _opened(self) -> _Open:
+        if not isinstance(self._open, _Text) or self._open.kind is not kind:
+            events = self._close("completed")
+            events += self._begin(self._new_text(kind))
         assert self._open is not None
-        return self._open
+        return events + self._open.add(text, logprobs)
 
-    def _switch(self, kind: type[_Reasoning] | type[_Text] | type[_Refusal]) -> list[Event]:
-        """Open an item unless one of its kind is open."""
-        if isinstance(self._open, kind):
-            return []
-        events, index = self._close("completed"), len(self.items)
-        if kind is _Reasoning:
-            encrypted = self._names.encrypted(index) if self._options.encrypted else None
-            name = self._names.item("reasoning", index)
-            return events + self._begin(_Reasoning(name, index, encrypted, summary=self._options.summary))
-        name = self._names.item("message", index)
-        return events + self._begin(_Text(name, index) if kind is _Text else _Refusal(name, index))
+    def _new_text(self, kind: _Kind) -> _Text:
+        index = len(self.items)
+        if kind in (_MESSAGE, _REFUSAL):
+            return _Text(self._names.item("message", index), index, kind, None)
+        encrypted = self._names.encrypted(index) if self._options.encrypted else None
+        return _Text(self._names.item("reasoning", index), index, kind, encrypted)
 
-    def _add_call(self, call: CallPart) -> list[Event]:
+    def _add_call(self, call: wire.CallPiece) -> list[Event]:
         """The events for a piece of a call, or for a whole call."""
-        function, events = call.function, []
-        if call.index != self._call_index or not isinstance(self._open, _Call | _CustomCall):
-            if call.index in self._closed_calls:
+        events: list[Event] = []
+        if call.position != self._call_index or not isinstance(self._open, _Call):
+            if call.position in self._closed_calls:
                 raise EngineBroken("the engine continued a tool call after it began another one")
-            own = self._names.call(call.id, call.index) if call.id else None
-            name = own or self._unnamed.pop(call.index, None) or ids.base_of("")
-            if function is None or not function.name:
-                self._unnamed[call.index] = name
+            own = self._names.call(call.id, call.position) if call.id else None
+            identity = own or self._unnamed.pop(call.position, None) or new_id()
+            if not call.name:
+                self._unnamed[call.position] = identity
                 return []
             events = self._close("completed")
-            events += self._begin(self._new_call(name, function.name))
-            self._call_index = call.index
-        if function is not None and function.arguments:
-            events.append(self._opened.add(function.arguments))
-        return events
-
-    def _new_call(self, call: str, function: str) -> _Open:
-        index, tools = len(self.items), self._options.tools
-        if function in tools.custom:
-            return _CustomCall(self._names.item("custom_tool_call", index), index, call, function)
-        return _Call(self._names.item("function_call", index), index, call, function, tools)
+            index, tools = len(self.items), self._options.tools
+            kind = "custom_tool_call" if call.name in tools.custom else "function_call"
+            name = self._names.item(kind, index)
+            events += self._begin(_Call(name, index, identity, call.name, tools))
+            self._call_index = call.position
+        assert self._open is not None
+        return events + self._open.add(call.arguments, []) if call.arguments else events
 
     def _begin(self, opened: _Open) -> list[Event]:
         self._open = opened

@@ -10,9 +10,8 @@ from typing import Any
 
 import msgspec
 
-from proxy.dialects.responses.content import Item
 from proxy.dialects.responses.ids import compaction_of, is_response_id, response_id, turn_of
-from proxy.dialects.responses.items import COMPACTIONS, item_kind
+from proxy.dialects.responses.items import COMPACTIONS, Item, item_kind
 from proxy.dialects.responses.request import ResponsesRequest
 from proxy.errors import BadRequest
 

@@ -8,14 +8,14 @@ import msgspec
 import pytest
 
 from proxy.dialects.messages.conversation import chat_messages
-from proxy.dialects.messages.options import chat_options
+from proxy.dialects.messages.dialect import chat_options
 from proxy.dialects.messages.request import read_turn
 from tests.support.message_shapes import SHAPES, assistant, user
 from tests.support.templates.families import template_files
 from tests.unit.dialects.messages.test_conversation import CASES as CONVERSATIONS
 from tokenization import InvalidMessages
 from tokenization.check import load_for_check
-from tokenization.system_messages import takes_later_system
+from tokenization.traits import takes_later_system
 
 _TEMPLATES = template_files()
 _OTHER = "texts around a call and thinking"

@@ -13,18 +13,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.templates.corpus import FOLDER, corpus
+from tests.support.templates.corpus import FOLDER, corpus, sample
 from tests.support.templates.families import template_files
 from tokenization import ChatTokenizer, InvalidMessages
 from tokenization.check import load_for_check
-from tokenization.content_format import detect_content_format
+from tokenization.traits import detect_content_format
 
-_SAMPLE = Path(__file__).with_name("sample.txt")
-"""Names of the fetched templates that differ most from each other in what they use."""
-_TEMPLATES = {
-    **template_files(),
-    **{name: FOLDER / f"{name}.jinja" for name in _SAMPLE.read_text("utf-8").split()},
-}
+_TEMPLATES = {**template_files(), **{each.name: FOLDER / f"{each.name}.jinja" for each in sample()}}
 _LISTS_PER_TEMPLATE = 12
 _PRINT_ALL = "{{ messages | tojson }} {{ tools | tojson }} {{ enable_thinking }} {{ reasoning_effort }}"
 _PARTS = "{% for m in messages %}{% for part in m.content %}{% endfor %}{% endfor %}"

@@ -1,6 +1,7 @@
 """The whole matrix, and what makes it credible: `tests/unit/templates` has texts written by hand."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -72,12 +73,16 @@ def _breaks(prompt: list[int], expected: list[int]) -> Appended:
     raise KeyError("role")
 
 
-def _right(prompt: list[int], new: list[int]) -> Appended:
-    return Appended(prompt + new, new[:1], new[1:])
+def _answer(prompt_ids: list[int], close_ids: list[int], suffix_ids: list[int]) -> Any:
+    return SimpleNamespace(prompt_ids=prompt_ids, close_ids=close_ids, suffix_ids=suffix_ids, notes=())
 
 
-def _one_too_many(prompt: list[int], expected: list[int]) -> Appended:
-    return Appended([*prompt, expected[0], *expected], expected[:1], expected)
+def _right(prompt: list[int], new: list[int]) -> Any:
+    return _answer(prompt + new, new[:1], new[1:])
+
+
+def _one_too_many(prompt: list[int], expected: list[int]) -> Any:
+    return _answer([*prompt, expected[0], *expected], expected[:1], expected)
 
 
 @pytest.mark.parametrize(
@@ -86,10 +91,10 @@ def _one_too_many(prompt: list[int], expected: list[int]) -> Appended:
         ("qwen3", _right, Verdict.EXACT, ""),
         ("qwen3", _refuses, Verdict.REFUSED, "TemplateUnsupported"),
         ("qwen3", _breaks, Verdict.WRONG, Kind.UNTYPED_ERROR),
-        ("qwen3", lambda prompt, new: Appended(prompt, [], []), Verdict.WRONG, Kind.OTHER_IDS),
+        ("qwen3", lambda prompt, new: _answer(prompt, [], []), Verdict.WRONG, Kind.OTHER_IDS),
         ("qwen3", _one_too_many, Verdict.WRONG, Kind.OTHER_IDS),
-        ("qwen3", lambda prompt, new: Appended(prompt[1:] + new, [], new), Verdict.WRONG, Kind.PREFIX),
-        ("qwen3", lambda prompt, new: Appended(prompt + new, new, new), Verdict.WRONG, Kind.SUM),
+        ("qwen3", lambda prompt, new: _answer(prompt[1:] + new, [], new), Verdict.WRONG, Kind.PREFIX),
+        ("qwen3", lambda prompt, new: _answer(prompt + new, new, new), Verdict.WRONG, Kind.SUM),
         # Gemma has no system role: without the system message it prints the same conversation
         ("gemma", _right, Verdict.EXCLUDED, None),
         ("gemma", _one_too_many, Verdict.UNCHECKED, None),

@@ -14,7 +14,7 @@ from tests.support.tiny_model import END, TinyModel, make_tiny_model
 from tests.support.tiny_templates import COUNTS_MESSAGES
 from tests.support.utils import Pair, run_proxy, wait_until
 from tokenization import ChatTokenizer
-from tokenization.locality import Proof
+from tokenization.proof import Proof
 
 _TOKENS = f"{CHAT}/tokens"
 _NEW = [user("And then?")]

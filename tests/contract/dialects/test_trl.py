@@ -8,8 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.dialects.trl import TrlAnswer
+from proxy.dialects.trl import TrlAnswer, batch_body
 from proxy.errors import EngineBroken
+from proxy.history.completion import Completion
+from proxy.turn import wire
 from tests.support.fake_vision import PLACEHOLDER, FakeVision, ids_of_image, picture
 from tests.support.fake_vllm import MAX_MODEL_LEN, FakeVllm, Reply
 from tests.support.talk import CHAT, user
@@ -100,6 +102,12 @@ def test_wrong_fields_are_named(client: httpx.Client, param: str, fields: dict[s
     assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
 
 
+def _answer(body: bytes) -> TrlAnswer:
+    answer = TrlAnswer(logprobs=True)
+    answer.whole(wire.parse(body, tokens=True), body, Completion())
+    return answer
+
+
 def _completion(*positions: tuple[float, dict[int, float]]) -> bytes:
     def entry(token: int, logprob: float) -> dict[str, Any]:
         return {"token": f"token_id:{token}", "logprob": logprob}
@@ -113,11 +121,10 @@ def _completion(*positions: tuple[float, dict[int, float]]) -> bytes:
 
 
 def test_log_probabilities_are_sorted_and_not_a_number_is_null() -> None:
-    answer = TrlAnswer(logprobs=True)
     outside = (-3.0, {5: -2.0, 4: -0.1})
     within = (-0.5, {7: -0.5, 9: -1.0})
-    answer.add(_completion(outside, within, (math.nan, {7: math.nan, 9: -1.0})))
-    body = json.loads(answer.body())
+    answer = _answer(_completion(outside, within, (math.nan, {7: math.nan, 9: -1.0})))
+    body = json.loads(batch_body([answer]))
     assert body["logprob_token_ids"] == [[[4, 5, 7], [7, 9], [9, 7]]]
     assert body["logprobs"] == [[[-0.1, -2.0, -3.0], [-0.5, -1.0], [-1.0, None]]]
 
@@ -126,7 +133,7 @@ def test_log_probabilities_are_sorted_and_not_a_number_is_null() -> None:
 def test_completions_without_evidence_are_errors(missing: str) -> None:
     """A trainer must not get a batch in which ids are missing."""
     with pytest.raises(EngineBroken):
-        TrlAnswer(logprobs=True).add(_completion((-1.0, {})).replace(f'"{missing}"'.encode(), b'"x"'))
+        _answer(_completion((-1.0, {})).replace(f'"{missing}"'.encode(), b'"x"'))
 
 
 RED, WIDE = picture("red"), picture("blue", 30)

@@ -12,7 +12,7 @@ from tests.support.tiny_model import TinyModel
 from tests.support.tiny_templates import LOCAL, LOOKS_FOR_A_LENGTH, REFUTING_TEXT
 from tests.support.utils import wait_until
 from tokenization import ChatTokenizer
-from tokenization.locality import Locality
+from tokenization.proof import Locality
 
 Load = Callable[[str], ChatTokenizer]
 _NEW = [{"role": "user", "content": "And then?"}]

@@ -13,7 +13,7 @@ from typing import Any
 from tests.support.templates.marks import MARKS
 from tests.support.templates.shapes import TOOLS, Message, assistant, call, user
 from tokenization import InvalidMessages
-from tokenization.template import Template
+from tokenization.template import RenderOptions, Template
 
 TemplateRefuses = InvalidMessages
 """The template raises an error for these messages."""
@@ -43,7 +43,7 @@ class Renderer:
         """The text of a conversation, by default with a generation prompt. Raises TemplateRefuses."""
         kwargs = dict(kwargs)
         prompted = kwargs.pop("add_generation_prompt", True)
-        return self._template.text(messages, TOOLS if with_tools else None, prompted, kwargs)
+        return self._template.text(messages, RenderOptions(TOOLS if with_tools else None, prompted, kwargs))
 
     def render_alone(
         self, messages: Sequence[Message], kwargs: Mapping[str, Any] = _NO_ARGUMENTS, with_tools: bool = False

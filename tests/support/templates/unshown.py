@@ -47,7 +47,8 @@ class Unshown:
         answered = [*shape.history[:-1], assistant(ANSWER)]
         called = [*shape.history[:-1], *_calls_of(shape.new)]
         for history in (_shortest(shape.history), answered, _shortest(answered), called):
-            simpler = replace(shape, history=history)
+            # the client declares the same tools, also where no message left in the history calls one
+            simpler = replace(shape, history=history, tools_declared=shape.with_tools)
             try:
                 turn = Turn(oracle, simpler, kwargs, oracle.turn_end(simpler, kwargs), other_stop)
                 if applies(ending, turn):

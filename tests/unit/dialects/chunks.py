@@ -5,18 +5,18 @@ from typing import Any
 
 import msgspec
 
-from proxy.dialects.chat_parts import Chat, decode_chat
-from proxy.dialects.messages.events import MessagesTranslation
+from proxy.dialects.messages.answer import MessagesTranslation
 from proxy.history.echo import Signer
+from proxy.turn import wire
 
 TURN = "18ea730ff62f6878c5244cad618f0000"
 SIGNER = Signer(b"secret")
 
 
-def chunk(finish: str | None = None, stop: Any = None, usage: Any = None, **delta: Any) -> Chat:
+def chunk(finish: str | None = None, stop: Any = None, usage: Any = None, **delta: Any) -> wire.Parsed:
     """A chunk of the first choice."""
     choice = {"index": 0, "delta": delta, "finish_reason": finish, "stop_reason": stop}
-    return decode_chat(msgspec.json.encode({"id": "chat-1", "choices": [choice], "usage": usage}))
+    return wire.parse(msgspec.json.encode({"id": "chat-1", "choices": [choice], "usage": usage}))
 
 
 def call(index: int, identity: str | None = None, name: str | None = None, arguments: Any = None) -> Any:
@@ -24,13 +24,13 @@ def call(index: int, identity: str | None = None, name: str | None = None, argum
     return {"index": index, "id": identity, "function": {"name": name, "arguments": arguments}}
 
 
-def events(*chunks: Chat, early: bool = False, turn_id: str = TURN) -> list[dict[str, Any]]:
+def events(*chunks: wire.Parsed, early: bool = False, turn_id: str = TURN) -> list[dict[str, Any]]:
     """The events of a stream; each names its type twice."""
     translation = MessagesTranslation("claude")
     translation.signer = SIGNER
     written = translation.begin() if early else b""
     translation.turn_id = turn_id
-    written += b"".join(map(translation.chunk, chunks)) + translation.end()
+    written += b"".join(translation.event(b"", None, each) for each in chunks) + translation.end()
     found = []
     for event in written.decode().split("\n\n")[:-1]:
         name, data = event.split("\n")

@@ -4,10 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import msgspec
 import pytest
 
-from proxy.dialects.messages.events import MessagesTranslation
+from proxy.dialects.messages.answer import MessagesTranslation
 from proxy.dialects.responses.answer import ResponsesTranslation
 from proxy.dialects.responses.request import read_request
 from proxy.dialects.translated import Translation, serve_early
@@ -35,17 +34,19 @@ class _Engine:
     headers = ((b"content-type", b"text/event-stream"), (b"x-turn-id", TURN.encode()))
     closed = False
 
-    def __init__(self) -> None:
+    def __init__(self, translation: Translation) -> None:
+        self._translation = translation
         self.responds, self.goes_on = asyncio.Event(), asyncio.Event()
 
     async def serve(self) -> Any:
         await self.responds.wait()
+        self._translation.turn_id = TURN
         return self
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        yield b"data: " + msgspec.json.encode(chunk(content="a")) + b"\n\n"
+        yield self._translation.event(b"", None, chunk(content="a"))
         await self.goes_on.wait()
-        yield b"data: " + msgspec.json.encode(chunk("stop", content="b")) + b"\n\ndata: [DONE]\n\n"
+        yield self._translation.event(b"", None, chunk("stop", content="b")) + self._translation.end()
 
     async def aclose(self) -> None:
         self.closed = True
@@ -65,7 +66,7 @@ def _kinds(content: bytes) -> list[str]:
 async def test_a_stream_begins_before_its_engine_responds_and_is_kept_alive(
     translation: Translation, first: str, alive: str, last: str
 ) -> None:
-    engine, sent = _Engine(), list[bytes]()
+    engine, sent = _Engine(translation), list[bytes]()
 
     async def send(message: Any) -> None:
         sent.append(message.get("body", b""))

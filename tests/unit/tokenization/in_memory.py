@@ -8,6 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tokenization import ChatTokenizer
+from tokenization.encoder import Encoder
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|eos|>")
 """The special tokens of ChatML, and an EOS that no template prints."""
@@ -40,7 +41,7 @@ def tokenizer_with(
     fast.chat_template = template
     stop_ids = (backend.token_to_id(text) for text in stops)
     known_stops = frozenset(stop for stop in stop_ids if stop is not None)
-    return ChatTokenizer("in memory", len(fast), fast, backend.to_str(), known_stops)
+    return ChatTokenizer("in memory", len(fast), fast, Encoder(backend.to_str()), known_stops)
 
 
 def token_id(tokenizer: ChatTokenizer, text: str) -> int:
@@ -57,5 +58,5 @@ def appended_text(
     Args:
         last: the text whose last id was sampled last.
     """
-    continuation = tokenizer.continuation(tokenizer.encode(last)[-1], new, **options)
-    return tokenizer.decode(continuation.close_ids), tokenizer.decode(continuation.suffix_ids)
+    appended = tokenizer.append(tokenizer.encode(last), new, **options)
+    return tokenizer.decode(appended.close_ids), tokenizer.decode(appended.suffix_ids)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tokenization import canonical, chain
-from tokenization.argument_defaults import argument_defaults
+from tokenization.canonical import argument_defaults
 
 _SCHEMA = {
     "path": {"type": "string"},

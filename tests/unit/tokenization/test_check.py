@@ -13,13 +13,18 @@ from tests.support.templates.families import template_files
 @pytest.mark.parametrize(
     "name, code, expected",
     [
+        ("qwen3_instruct_2507", 0, {"close": "<|im_end|>", "stop_tokens": ["<|im_end|>"]}),
         (
-            "qwen3",
+            "glm4moe",
             0,
-            {"close": "<|im_end|>\n", "stop_tokens": ["<|im_end|>"], "thinking_stripped": True},
+            {
+                "close": "",
+                "stop_tokens": [],
+                "opening_stops": ["<|user|>", "<|observation|>"],
+                "thinking_stripped": True,
+            },
         ),
-        ("glm4moe", 0, {"close": "", "stop_tokens": [], "opening_stops": ["<|user|>", "<|observation|>"]}),
-        ("gemma3", 1, {"close": "<end_of_turn>\n", "append_only": True, "thinking_stripped": None}),
+        ("gemma3", 1, {"close": "<end_of_turn>", "append_only": True, "thinking_stripped": None}),
     ],
 )
 def test_command_exits_with_0_only_if_all_shapes_are_exact(

@@ -208,7 +208,7 @@ def test_ambiguous_last_id_within_a_close_is_refused(tokenizers: dict[str, ChatT
     tokenizer = tokenizers["repeated"]
     last = token_id(tokenizer, "<|sep|>")
     with pytest.raises(TemplateUnsupported, match="how much of the turn's close was sampled"):
-        tokenizer.continuation(last, [_user()], history=_turn(), finish_reason="abort")
+        tokenizer.append([last], [_user()], history=_turn(), finish_reason="abort")
 
 
 @pytest.mark.parametrize("stop, notes", [("<|return|>", ("turn_end_rewritten",)), ("<|end|>", ())])
@@ -216,8 +216,8 @@ def test_replaced_stop_is_noted(
     tokenizers: dict[str, ChatTokenizer], stop: str, notes: tuple[str, ...]
 ) -> None:
     tokenizer = tokenizers["gptoss"]
-    continuation = tokenizer.continuation(token_id(tokenizer, stop), [_user()], history=_turn())
-    assert (continuation.notes, tokenizer.decode(continuation.suffix_ids)) == (notes, _GPTOSS_USER)
+    appended = tokenizer.append([token_id(tokenizer, stop)], [_user()], history=_turn())
+    assert (appended.notes, tokenizer.decode(appended.suffix_ids)) == (notes, _GPTOSS_USER)
 
 
 @pytest.mark.parametrize("backend", [None, gemma_like, llama2_like, mistral_like])
@@ -226,13 +226,13 @@ def test_text_without_a_token_at_its_start_is_exact_or_refused(backend: Any) -> 
     tokenizer = tokenizer_with(_PLAIN_CLOSE.replace(" END", "END"), backend=backend and backend())
     whole = tokenizer.render([*_turn(), _user()])
     end = token_id(tokenizer, "<|im_end|>")
-    ids = tokenizer.continuation(end, [_user()]).suffix_ids
+    ids = tokenizer.append([end], [_user()]).suffix_ids
     assert whole[-len(ids) - 1 :] == [end, *ids]
     last = tokenizer.encode("Hello.")[-1]
     if backend in (llama2_like, mistral_like):
         with pytest.raises(TemplateUnsupported, match="puts a space before 'END"):
-            tokenizer.continuation(last, [_user()])
+            tokenizer.append([last], [_user()])
     else:
-        continuation = tokenizer.continuation(last, [_user()])
-        ids = continuation.close_ids + continuation.suffix_ids
+        appended = tokenizer.append([last], [_user()])
+        ids = appended.close_ids + appended.suffix_ids
         assert whole[-len(ids) :] == list(ids)

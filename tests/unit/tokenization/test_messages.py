@@ -3,8 +3,7 @@ from typing import Any
 import pytest
 
 from tokenization import InvalidMessages
-from tokenization.messages import for_template
-from tokenization.tools import tools_for_template
+from tokenization.messages import for_template, tools_for_template
 
 _CACHED = {"type": "text", "text": "b", "cache_control": 1}
 _REFERENCE = {"type": "tool_reference", "name": "f"}

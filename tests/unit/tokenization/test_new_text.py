@@ -100,7 +100,7 @@ _REFUSED: dict[str, tuple[str, Any, str]] = {
 @pytest.mark.parametrize("template, text, error", _REFUSED.values(), ids=_REFUSED)
 def test_text_that_is_not_printed_once_is_refused(template: str, text: str, error: str) -> None:
     with pytest.raises(TemplateUnsupported, match=error):
-        tokenizer_with(template).continuation(0, [_user(text)], history=_HISTORY)
+        tokenizer_with(template).append([0], [_user(text)], history=_HISTORY)
 
 
 def test_reasoning_of_a_new_turn_may_be_left_out() -> None:
@@ -113,12 +113,12 @@ def test_every_new_text_and_part_is_looked_for() -> None:
     template = _chatml("m.content if loop.last or m.role != 'user'")
     assert _suffix(template, _user("a"), history=_HISTORY) == _expected("a")
     with pytest.raises(TemplateUnsupported, match=r"new message 0 \(user\) 0 times"):
-        tokenizer_with(template).continuation(0, [_user("a"), _user("b")], history=_HISTORY)
+        tokenizer_with(template).append([0], [_user("a"), _user("b")], history=_HISTORY)
     first_part = _chatml("m.content if m.content is string else m.content[0].text")
     takes_parts = "{% for m in messages %}{% for p in m.content %}{% endfor %}{% endfor %}"
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     with pytest.raises(TemplateUnsupported, match=r"new message 0 \(user\) 0 times"):
-        tokenizer_with(takes_parts + first_part).continuation(0, [_user(parts)], history=_HISTORY)
+        tokenizer_with(takes_parts + first_part).append([0], [_user(parts)], history=_HISTORY)
 
 
 _CALL = "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.arguments | tojson }}{% endfor %}"
@@ -141,7 +141,7 @@ def test_content_after_the_calls_is_refused(content: str, content_last: bool) ->
     result = {"role": "tool", "tool_call_id": "c0", "content": "sun"}
     if content and content_last:
         with pytest.raises(TemplateUnsupported, match="content of a turn after its tool calls"):
-            tokenizer.continuation(0, [result], history=history)
+            tokenizer.append([0], [result], history=history)
     else:
         texts = appended_text(tokenizer, "}", [result], history=history, finish_reason="length")
         assert texts == ("<|im_end|>", _expected("sun", role="tool"))

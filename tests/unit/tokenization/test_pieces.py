@@ -10,8 +10,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers
 
 from tests.support.templates.vocabularies import VOCABULARIES, byte_level
 from tokenization import pieces
-from tokenization.description import read_description
-from tokenization.pieces import Cutter
+from tokenization.pieces import Cutter, read_description
 
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 

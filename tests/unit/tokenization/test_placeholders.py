@@ -27,9 +27,9 @@ def test_single_and_expanded_placeholders_give_the_same_prompt(image: list[int])
 def test_adjacent_images() -> None:
     # two singles are also the beginning of one expanded image, but then the others are missing
     assert expand([1, _PAD, _PAD, 2], _PAD, [[_PAD] * 2, [_PAD] * 2])[0] == [1, *[_PAD] * 4, 2]
-    # the first expanded and the second single, or the other way round
-    with pytest.raises(PlaceholdersDiffer, match="several ways"):
-        expand([_PAD] * 3, _PAD, [[_PAD] * 2, [_PAD] * 2])
+    # the first expanded and the second single, or the other way round: the same prompt
+    assert expand([_PAD] * 3, _PAD, [[_PAD] * 2, [_PAD] * 2])[0] == [_PAD] * 4
+    assert expand([_PAD, 1, _PAD, _PAD], _PAD, [[_PAD] * 2, [_PAD] * 2])[0] == [_PAD, _PAD, 1, _PAD, _PAD]
 
 
 @pytest.mark.parametrize("ids", [[1, 2], [_PAD], [_PAD, _PAD, _PAD], [*_IDEFICS, _PAD, _PAD]])

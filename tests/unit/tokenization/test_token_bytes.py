@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from tests.support.templates.vocabularies import VOCABULARIES
-from tokenization.description import read_description
 from tokenization.encoder import Encoder
+from tokenization.pieces import read_description
 from tokenization.token_bytes import TokenBytes
 
 _PARTS = st.sampled_from(

@@ -4,9 +4,11 @@ import json
 from typing import Any
 
 from proxy.engine.sse import data_event, event_data
-from proxy.turn.redactor import StreamRedactor
+from proxy.history.completion import Batch, Completion
+from proxy.turn import reader, wire
+from proxy.turn.redactor import Redactor
+from proxy.turn.request import Visible
 from proxy.turn.usual_chunk import UsualChunk
-from proxy.turn.visible import Visible
 
 Body = dict[str, Any]
 
@@ -73,8 +75,27 @@ def chunk(*choices: object, **fields: Any) -> Body:
     return {"id": "c", "object": "chat.completion.chunk", "choices": list(choices), **fields}
 
 
-def redact_chunk(redactor: StreamRedactor, data: bytes) -> bytes | None:
+class StreamReader(reader.StreamReader):
+    """Reads the data of events."""
+
+    def read(self, data: bytes) -> None:  # type: ignore[override]
+        super().read(wire.parse(data, one_prompt=self.batch is None).completion)
+
+
+def read_completion(body: bytes, sent: bytes = b"", batch: Batch | None = None) -> Completion:
+    """Read a whole completion."""
+    return reader.read_completion(wire.parse(body, one_prompt=batch is None), sent, batch)
+
+
+def redact_completion(body: bytes, visible: Visible) -> bytes:
+    """Redact a whole completion."""
+    return Redactor(visible).whole(wire.parse(body, whole=True), body, Completion())
+
+
+def redact_chunk(redactor: Redactor, data: bytes) -> bytes | None:
     """Redact the data of an event as a stream does."""
     event = data_event(data)
-    kept = redactor.redact(event, UsualChunk.match(event))
+    usual = UsualChunk.match(event)
+    read = usual.piece() if usual is not None else None
+    kept = redactor.event(event, usual, read or wire.parse(data))
     return None if kept is None else event_data(kept)

@@ -5,9 +5,7 @@ from typing import Any
 import pytest
 
 from proxy.history.turn import pack_alternatives, unpack_alternatives
-from proxy.turn.alternatives import read_alternatives
-from proxy.turn.reader import StreamReader, read_completion
-from tests.unit.turn.bodies import chunk, encoded, piece, whole, whole_choice
+from tests.unit.turn.bodies import StreamReader, chunk, encoded, piece, read_completion, whole, whole_choice
 
 _HALF = b"\xf0\x9f"
 _TOP = [
@@ -33,7 +31,7 @@ def test_alternatives_are_read_as_bytes_and_at_most_twenty() -> None:
     assert reader.rest().choices[0].alternatives == [_READ, _READ[:1]]
     logprobs = {"token_logprobs": [-0.5, -1.0], "top_logprobs": [{"h": -0.5, " é": -2.0}, None]}
     texts = encoded({"choices": [{"index": 1, "text": "h", "logprobs": logprobs}]})
-    assert read_alternatives(texts) == {1: [[(b"h", -0.5), (" é".encode(), -2.0)], []]}
+    assert read_completion(texts).choices[0].alternatives == [[(b"h", -0.5), (" é".encode(), -2.0)], []]
     assert unpack_alternatives(pack_alternatives([_READ, []])) == [_READ, []]
     assert unpack_alternatives(b"") == unpack_alternatives(b"\xc1") == []
 

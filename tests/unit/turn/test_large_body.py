@@ -8,13 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy.errors import EngineBroken
 from proxy.history.completion import Completion
-from proxy.turn.engine_json import CUT_FROM_BYTES
-from proxy.turn.large_body import read_large
-from proxy.turn.reader import read_completion
-from proxy.turn.redactor import redact_completion
-from proxy.turn.visible import Visible
-from tests.unit.turn.bodies import NOTHING, Body, encoded, logprobs_of, whole, whole_choice
+from proxy.turn import reader, wire
+from proxy.turn.cut import CUT_FROM_BYTES
+from proxy.turn.redactor import Redactor
+from proxy.turn.request import Visible
+from tests.unit.turn.bodies import (
+    Body,
+    encoded,
+    logprobs_of,
+    whole,
+    whole_choice,
+)
 
 _FILLER = "x" * CUT_FROM_BYTES
 _TRAPS = [
@@ -49,11 +55,12 @@ def _plain(completion: Completion) -> Any:
 
 def _agree(body: bytes, visible: Visible, sent: bytes = b"") -> bool:
     """Check a body that is read fast; False if it is not."""
-    fast = read_large(body, sent, visible)
-    if fast is None:
+    parsed, whole = wire.parse(body, whole=True), wire.parse(body, one_prompt=False)
+    if parsed.cut.ids is None:
         return False
-    assert _plain(fast[0]) == _plain(read_completion(body, sent))
-    assert fast[1] == redact_completion(body, visible)
+    assert _plain(reader.read_completion(parsed, sent)) == _plain(reader.read_completion(whole, sent))
+    redactor = Redactor(visible)
+    assert redactor.whole(parsed, body, Completion()) == redactor.whole(whole, body, Completion())
     return True
 
 
@@ -94,5 +101,7 @@ def test_usual_bodies_are_cut(body: Body) -> None:
 
 def test_what_is_small_or_no_json_is_not_cut() -> None:
     body = encoded(whole(_large()))
-    for other in (encoded(whole()), body[:-1], body.replace(b"[7,2]", b"[7,,2]"), body + b"]"):
-        assert read_large(other, b"", NOTHING) is None
+    assert wire.parse(encoded(whole()), whole=True).cut.ids is None
+    for other in (body[:-1], body.replace(b"[7,2]", b"[7,,2]"), body + b"]"):
+        with pytest.raises(EngineBroken):
+            wire.parse(other, whole=True)

@@ -8,17 +8,19 @@ from hypothesis import strategies as st
 
 from proxy.history.completion import Completion, SampledChoice
 from proxy.history.turn import pack_ids, pack_logprobs
-from proxy.turn.reader import StreamReader, read_completion
-from proxy.turn.redactor import StreamRedactor, redact_completion
-from proxy.turn.visible import Visible
+from proxy.turn.redactor import Redactor
+from proxy.turn.request import Visible
 from tests.unit.turn.bodies import (
     Body,
+    StreamReader,
     chunk,
     encoded,
     end,
     logprobs_of,
     piece,
+    read_completion,
     redact_chunk,
+    redact_completion,
     whole,
     whole_choice,
 )
@@ -105,7 +107,7 @@ def test_odd_evidence_never_fails_a_whole_completion_nor_shows_ids(
 def test_odd_evidence_never_fails_a_stream_nor_shows_ids(
     top: Body, pieces: list[tuple[Body, Body]], visible: Visible
 ) -> None:
-    reader, redactor = StreamReader(expected=2), StreamRedactor(visible)
+    reader, redactor = StreamReader(expected=2), Redactor(visible)
     returned = []
     for position, (odd, delta) in enumerate(pieces):
         body = chunk(
@@ -164,7 +166,7 @@ def _chunks(made: list[Any]) -> list[bytes]:
 @given(st.lists(_sampled, min_size=1, max_size=3), _visible)
 def test_stream_is_read_and_redacted_as_a_whole_completion(made: list[Any], visible: Visible) -> None:
     """What was redacted is read as the client would."""
-    redactor, reader, client = StreamRedactor(visible), StreamReader(len(made)), StreamReader(len(made))
+    redactor, reader, client = Redactor(visible), StreamReader(len(made)), StreamReader(len(made))
     read: list[SampledChoice] = []
     for data in _chunks(made):
         reader.read(data)

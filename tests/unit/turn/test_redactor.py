@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from proxy.turn.redactor import StreamRedactor, redact_completion
-from proxy.turn.visible import Visible
+from proxy.turn.redactor import Redactor
+from proxy.turn.request import Visible
+from proxy.turn.usual_chunk import Piece
 from tests.unit.turn.bodies import (
     NOTHING,
     ODD,
@@ -17,6 +18,7 @@ from tests.unit.turn.bodies import (
     end,
     piece,
     redact_chunk,
+    redact_completion,
     whole,
     whole_choice,
 )
@@ -32,7 +34,7 @@ def _redacted(body: Body, visible: Visible) -> Any:
 
 def _streamed(visible: Visible, *chunks: Body, odd: str = "null") -> list[Any]:
     """What the client gets of a stream."""
-    redactor = StreamRedactor(visible)
+    redactor = Redactor(visible)
     kept = [redact_chunk(redactor, encoded(one, odd)) for one in chunks]
     return [json.loads(data) for data in kept if data is not None]
 
@@ -55,9 +57,9 @@ def test_fields_that_were_not_requested_are_null(ids: bool, logprobs: bool) -> N
 def test_a_client_that_asked_for_everything_gets_the_engines_bytes() -> None:
     body = encoded(whole(), spaced=True)
     assert redact_completion(body, Visible(ids=True, logprobs=True)) is body
-    everything = StreamRedactor(Visible(ids=True, logprobs=True, usage=True, running_usage=True))
+    everything = Redactor(Visible(ids=True, logprobs=True, usage=True, running_usage=True))
     for data in (encoded(chunk(piece()), spaced=True), b"not even JSON"):
-        assert everything.redact(data, None) is data
+        assert everything.event(data, None, Piece(0, "content", "", 0, 0.0, b"")) is data
 
 
 def test_other_fields_keep_the_engines_spelling() -> None:

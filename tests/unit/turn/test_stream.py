@@ -11,8 +11,9 @@ import pytest
 from proxy.errors import EngineBroken
 from proxy.fleet.weight_tags import WeightTag
 from proxy.history.completion import Completion
+from proxy.turn.redactor import Redactor
 from proxy.turn.stream import RecordedStream
-from tests.support.recording import chat_request, rendered_plan, user
+from tests.support.recording import rendered_plan, user
 from tests.unit.turn.bodies import NOTHING, chunk, encoded, end, piece
 
 _Block = bytes | float | Exception | asyncio.Event
@@ -83,11 +84,13 @@ def _stream(
 ) -> RecordedStream:
     return RecordedStream(
         cast(Any, _Response(blocks)),
-        chat_request(visible=NOTHING, choices=choices),
+        Redactor(NOTHING),
         cast(Any, recording),
+        None,
         cast(Any, SimpleNamespace(wants_body=False, abandon=lambda: None)),
         AsyncExitStack(),
         WeightTag(None, stream=True),
+        choices=choices,
         usage_s=usage_s,
     )
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from proxy.engine.sse import data_event, event_data
 from proxy.errors import EngineBroken
-from proxy.turn.reader import StreamReader
-from proxy.turn.redactor import StreamRedactor
+from proxy.turn.cut import Cut
+from proxy.turn.redactor import Redactor
+from proxy.turn.request import Visible
 from proxy.turn.usual_chunk import UsualChunk
-from proxy.turn.visible import Visible
-from tests.unit.turn.bodies import NOTHING, Body, encoded, redact_chunk
+from tests.unit.turn.bodies import NOTHING, Body, StreamReader, encoded, redact_chunk
 
 _VISIBLE = [
     Visible(ids, logprobs, usage, running, reasoning)
@@ -48,9 +48,9 @@ def _chunk(*choices: Body, **fields: Any) -> Body:
     return {**head, "choices": list(choices), "usage": _USAGE, **fields}
 
 
-def _outcome(redactor: StreamRedactor, data: bytes, *, parse: bool) -> bytes | str | None:
+def _outcome(redactor: Redactor, data: bytes, *, parse: bool) -> bytes | str | None:
     try:
-        return redactor.parse(data) if parse else redact_chunk(redactor, data)
+        return redactor.chunk(Cut(data)) if parse else redact_chunk(redactor, data)
     except EngineBroken as error:
         return str(error)
 
@@ -67,12 +67,13 @@ def _check(data: bytes) -> None:
     usual = UsualChunk.match(data_event(data))
     role = b'{"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}'
     added.read(role)
-    if usual is not None and added.add(usual):
+    piece = None if usual is None else usual.piece()
+    if piece is not None and added.add(piece):
         read.read(role)
         read.read(data)
         assert added.rest() == read.rest()
     for visible in _VISIBLE:
-        redactor = StreamRedactor(visible)
+        redactor = Redactor(visible)
         if not visible.every_chunk:
             assert _outcome(redactor, data, parse=False) == _outcome(redactor, data, parse=True)
 

@@ -5,7 +5,8 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.dialects.responses.compaction import PROMPT, summary_message
+from proxy.dialects.responses.answer import summary_message
+from proxy.dialects.responses.dialect import COMPACT_PROMPT
 from tests.contract.dialects.responses.dialogue import FUNCTION, engine_body, events_of, sdk
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.talk import user
@@ -30,7 +31,7 @@ def test_a_trigger(client: httpx.Client, fake: FakeVllm, stream: bool) -> None:
     asked = {"model": "tiny", "input": [*items, _TRIGGER], "stream": stream, **fields}
     answer = client.post("/v1/responses", json=asked)
     body = engine_body(fake)
-    assert body["messages"][-1] == user(PROMPT) and body["tool_choice"] == "none"
+    assert body["messages"][-1] == user(COMPACT_PROMPT) and body["tool_choice"] == "none"
     # the prompt continues the conversation
     assert answer.headers["x-prompt-source"] == "extended"
     if stream:

@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.dialects.responses.errors import failure
+from proxy.dialects.error_formats import response_failure
 from tests.contract.dialects.responses.dialogue import events_of, sdk
 from tests.support.fake_vllm import MAX_MODEL_LEN, Canned, FakeVllm, Reply, error_body
 from tests.support.tiny_model import SPLIT
@@ -47,4 +47,4 @@ def test_a_stream_that_breaks(client: httpx.Client, fake: FakeVllm) -> None:
     "status, code", [(400, "invalid_prompt"), (429, "rate_limit_exceeded"), (503, "server_error")]
 )
 def test_codes_of_failures(status: int, code: str) -> None:
-    assert failure(status, "x", None) == {"code": code, "message": "x"}
+    assert response_failure(status, "x", None) == {"code": code, "message": "x"}

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from proxy.dialects.messages.options import chat_options
+from proxy.dialects.messages.dialect import chat_options
 from proxy.dialects.messages.request import read_turn
 from proxy.errors import BadRequest
 

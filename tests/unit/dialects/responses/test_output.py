@@ -4,22 +4,22 @@ from typing import Any
 
 import pytest
 
-from proxy.dialects.chat_parts import CallPart, FunctionPart, MessagePart
 from proxy.dialects.responses.ids import Names
 from proxy.dialects.responses.output import Output, OutputOptions
-from proxy.dialects.responses.tools import Tools
+from proxy.dialects.responses.request import Tools
 from proxy.errors import EngineBroken
 
 _BASE = "a" * 32
 
 
-def _call(index: int, call: Any = None, name: Any = None, arguments: Any = None) -> MessagePart:
-    return MessagePart(tool_calls=[CallPart(index, call, FunctionPart(name, arguments))])
+def _call(index: int, call: Any = None, name: Any = None, arguments: Any = None) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"tool_calls": [{"index": index, "id": call, "function": function}]}
 
 
-def _output(*parts: MessagePart) -> tuple[Output, list[dict[str, Any]]]:
+def _output(*parts: dict[str, Any]) -> tuple[Output, list[dict[str, Any]]]:
     made = Output(OutputOptions(tools=Tools(), summary=False, encrypted=False), Names(_BASE))
-    events = [event for part in parts for event in made.add(part, [])]
+    events = [event for part in parts for event in made.add(part, "", [])]
     return made, [*events, *made.end("completed")]
 
 
@@ -47,7 +47,7 @@ def test_a_call_that_goes_on_after_the_next_one() -> None:
 def test_a_text_after_a_call() -> None:
     """Nothing at all is an empty message: a client that sends it back sends a turn."""
     assert _shown(_output()[0]) == [("message", "")]
-    output, _ = _output(MessagePart(content="a"), _call(0, "c", "f", "{}"), MessagePart(content="\n"))
+    output, _ = _output({"content": "a"}, _call(0, "c", "f", "{}"), {"content": "\n"})
     assert _shown(output) == [("message", "a"), ("function_call", "{}"), ("message", "\n")]
     ids = [f"msg_{_BASE}0000", f"fc_{_BASE}0001", f"msg_{_BASE}0002"]
     assert [item["id"] for item in output.items] == ids

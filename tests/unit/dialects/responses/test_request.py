@@ -6,8 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from proxy.dialects.responses.request import chat_fields, read_request
-from proxy.dialects.responses.tools import unwrapped_input
+from proxy.dialects.responses.request import chat_fields, read_request, unwrapped_input
 from proxy.errors import BadRequest
 
 _F = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}

@@ -10,13 +10,21 @@ The audit covers cases that the proof does not test: it compares a share of the 
 whole history.
 """
 
+import json
+import logging
+import os
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib.metadata import version
 from itertools import chain, islice, product
-from typing import Any, Protocol, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from tokenization.cache import digest
 from tokenization.histories import (
     ANY_TOOLS,
     PRINCIPAL_STEPS,
@@ -38,8 +46,13 @@ from tokenization.histories import (
 )
 from tokenization.messages import Message
 from tokenization.syntax import Syntax
-from tokenization.turns import RenderOptions, placeholder_context, turn_context
+from tokenization.template import Append, RenderOptions
+from tokenization.turns import placeholder_context, turn_context
 
+if TYPE_CHECKING:
+    from tokenization.discovery import Discovery, TurnTail
+
+log = logging.getLogger("tokenproxy")
 PROOF_VERSION = 3
 """Part of the key of a stored proof. Raise it when the proof changes."""
 MAX_SECONDS = 30.0
@@ -102,33 +115,10 @@ class Proof:
         return self.after_results if _begins_with_result(new) else self.after_messages
 
 
-Tail = TypeVar("Tail")
 _Case = tuple[Messages, Step, RenderOptions]
 
 
-class Tails(Protocol[Tail]):
-    """Finds the text that a template prints after the last turn of a context."""
-
-    def tail_in(
-        self, context: Sequence[Message], new: Sequence[Message], options: RenderOptions
-    ) -> Tail | None:
-        """The tail after a context; None if the template refuses the messages."""
-        ...
-
-    def continues_alike(
-        self, tail: Tail, context: Sequence[Message], new: Sequence[Message], options: RenderOptions
-    ) -> bool:
-        """Whether the same tail follows after a context, or the template refuses the messages."""
-        ...
-
-    def ends(
-        self, tail: Tail, context: Sequence[Message], new: Sequence[Message], options: RenderOptions
-    ) -> bool:
-        """Whether the rendering of context and new messages ends with the tail, or is refused."""
-        ...
-
-
-def prove(tails: Tails[Any], syntax: Syntax, max_seconds: float = MAX_SECONDS) -> Proof:
+def prove(tails: "Discovery", syntax: Syntax, max_seconds: float = MAX_SECONDS) -> Proof:
     """Prove which messages determine the text after a turn. Takes up to `max_seconds` of CPU time."""
     if not syntax.parsed:
         return _not_local("its source cannot be parsed")
@@ -140,10 +130,10 @@ def prove(tails: Tails[Any], syntax: Syntax, max_seconds: float = MAX_SECONDS) -
 
 
 class _Prover:
-    def __init__(self, tails: Tails[Any], max_seconds: float) -> None:
+    def __init__(self, tails: "Discovery", max_seconds: float) -> None:
         self._tails = tails
         self._max_seconds = max_seconds
-        self._in_turn: dict[str, Any] = {}
+        self._in_turn: dict[str, TurnTail | None] = {}
         """The tail after the last turn alone, by step and options; None if the template refuses the turn."""
         self._tried: set[bool] = set()
         """Whether tool results come first in the steps that could be rendered without template arguments."""
@@ -167,41 +157,35 @@ class _Prover:
         return Proof(self._found[True], self._found[False], "; ".join(self._reasons.values()))
 
     def _compare(self, history: Messages, step: Step, options: RenderOptions) -> None:
-        key = repr((step, options))
+        key, tails = repr((step, options)), self._tails
+        append = Append([*history, step.turn], step.new, options)
         if key not in self._in_turn:
-            self._in_turn[key] = self._tails.tail_in(turn_context(step.turn), step.new, options)
-            self._compare_alone(self._in_turn[key], history, step, options)
-            self._compare_unmarked(self._in_turn[key], history, step, options)
+            in_turn = self._in_turn[key] = tails.tail_in(append.after(turn_context(step.turn)))
+            alone = tails.tail_in(append.after(placeholder_context(step.new)))
+            if alone is not None:
+                shown = in_turn or tails.tail_in(append)
+                if shown is not None and not alone.appends_as(shown):
+                    self._refute(Locality.TURN, "the last turn decides", history, step, options)
+            # without a marker too, because tails are found with a marker in the turn
+            if in_turn is not None and not tails.ends(in_turn, append):
+                self._refute(Locality.HISTORY, "the text of the turn decides", history, step, options)
         in_turn = self._in_turn[key]
-        if in_turn is not None and not options.kwargs:
-            self._tried.add(step.after_results)
-        context = [*history, step.turn]
-        if in_turn is not None and not self._tails.continues_alike(in_turn, context, step.new, options):
-            self._found[step.after_results] = Locality.HISTORY
-            self._reasons[step.after_results] = _reason("earlier messages decide", history, step, options)
-
-    def _compare_unmarked(self, in_turn: Any, history: Messages, step: Step, options: RenderOptions) -> None:
-        """Compare with the conversation without a marker: tails are found with a marker in the turn."""
-        context = [*history, step.turn]
-        if in_turn is not None and not self._tails.ends(in_turn, context, step.new, options):
-            self._found[step.after_results] = Locality.HISTORY
-            reason = _reason("the text of the turn decides", history, step, options)
-            self._reasons[step.after_results] = reason
-
-    def _compare_alone(self, in_turn: Any, history: Messages, step: Step, options: RenderOptions) -> None:
-        """Compare with the tail of a placeholder turn that is derived from the new messages."""
-        alone = self._tails.tail_in(placeholder_context(step.new), step.new, options)
-        if alone is None:
-            return
         if in_turn is None:
-            in_turn = self._tails.tail_in([*history, step.turn], step.new, options)
-        if in_turn is not None and not alone.appends_as(in_turn):
-            self._found[step.after_results] = Locality.TURN
-            self._reasons[step.after_results] = _reason("the last turn decides", history, step, options)
+            return
+        if not options.kwargs:
+            self._tried.add(step.after_results)
+        if not tails.continues_alike(in_turn, append):
+            self._refute(Locality.HISTORY, "earlier messages decide", history, step, options)
+
+    def _refute(
+        self, locality: Locality, what: str, history: Messages, step: Step, options: RenderOptions
+    ) -> None:
+        self._found[step.after_results] = locality
+        self._reasons[step.after_results] = _reason(what, history, step, options)
 
 
 def _cases(syntax: Syntax) -> Iterator[_Case]:
-    plain, with_tools = RenderOptions(None, True, {}), RenderOptions(ANY_TOOLS, True, {})
+    plain, with_tools = RenderOptions(), RenderOptions(ANY_TOOLS)
     every_structure = [*structures(), *lengths(syntax), *with_roles(syntax)]
     for history, step in product(with_fields(syntax), PRINCIPAL_STEPS[:2]):
         yield history, step, plain
@@ -223,7 +207,7 @@ def _cases(syntax: Syntax) -> Iterator[_Case]:
         yield history, step, plain
     for history, step in product(structures(), long_steps(syntax)):
         yield history, step, plain
-    for options in (with_tools, RenderOptions(_TWO_TOOLS, True, {}), RenderOptions(None, False, {})):
+    for options in (with_tools, RenderOptions(_TWO_TOOLS), RenderOptions(None, False)):
         for history, step in product(every_structure, PRINCIPAL_STEPS):
             yield history, step, options
     for name in syntax.kwargs:
@@ -265,3 +249,65 @@ def _shown(messages: Messages, limit: int = 160) -> str:
         texts.append(f"{message['role']}{calls} {content[:24]!r}")
     shown = ", ".join(texts)
     return shown if len(shown) <= limit else shown[:limit] + "..."
+
+
+def proof_key(
+    chat_template: str,
+    added_ids: Mapping[str, int],
+    stop_ids: Iterable[int],
+    content_format: str | None,
+    default_template_kwargs: Mapping[str, Any],
+) -> str:
+    """32 hexadecimal digits: a digest of all that a proof depends on.
+
+    Args:
+        added_ids: the id of each added token.
+    """
+    parts = (
+        PROOF_VERSION,
+        chat_template,
+        sorted(added_ids.items()),
+        sorted(stop_ids),
+        content_format,
+        dict(default_template_kwargs),
+        [version(name) for name in ("jinja2", "transformers")],
+    )
+    return digest(*parts).hex()
+
+
+def load_proof(folder: Path, key: str) -> Proof | None:
+    """The stored proof of a key; None if there is none that can be read."""
+    try:
+        fields = json.loads((folder / f"{key}.json").read_text("utf-8"))
+        return Proof(
+            Locality(fields["after_results"]), Locality(fields["after_messages"]), str(fields["reason"])
+        )
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def store_proof(folder: Path, key: str, proof: Proof) -> None:
+    """Store a proof. Refutations that another process stored in the meantime are kept.
+
+    If the folder cannot be written, that is logged, and the next process makes the proof again.
+    """
+    stored = load_proof(folder, key)
+    proof = proof if stored is None else proof.and_refuted_in(stored)
+    content = {
+        "after_results": str(proof.after_results),
+        "after_messages": str(proof.after_messages),
+        "reason": proof.reason,
+    }
+    temporary = None
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # written to a temporary file and renamed, so that another process never reads half of a file
+        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".part")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(content, file, ensure_ascii=False)
+        Path(temporary).replace(folder / f"{key}.json")
+    except (OSError, ValueError) as error:
+        log.warning("the results of examining a chat template cannot be stored in %s: %s", folder, error)
+        if temporary is not None:
+            with suppress(OSError):
+                Path(temporary).unlink()

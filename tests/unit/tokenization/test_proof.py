@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 
 from tests.unit.tokenization.in_memory import tokenizer_with
-from tokenization import locality
 from tokenization.histories import user
-from tokenization.locality import Locality, Proof
-from tokenization.proofs import load_proof, store_proof
-from tokenization.turns import RenderOptions
+from tokenization.proof import Locality, Proof, load_proof, prove, store_proof
+from tokenization.template import RenderOptions
 
 NEW, TURN, HISTORY = Locality.NEW, Locality.TURN, Locality.HISTORY
 _HEADER = "{{ '<|im_start|>' + m.role + '\n' }}"
@@ -100,7 +98,7 @@ def test_locality_of_a_template(template: str, results: Locality, messages: Loca
 
 def test_proof_that_takes_too_long_is_given_up() -> None:
     tokenizer = tokenizer_with(_CHATML)
-    proof = locality.prove(tokenizer._discovery, tokenizer._template.syntax, -1.0)
+    proof = prove(tokenizer._discovery, tokenizer._template.syntax, -1.0)
     assert proof == Proof(HISTORY, HISTORY, "the proof was not complete after -1 s", complete=False)
 
 

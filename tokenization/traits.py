@@ -1,43 +1,64 @@
-"""Detects from the source of a chat template which form of content it takes.
+"""The form of messages that a chat template takes, read from its source as vLLM reads it.
 
-"openai" is a list of parts, for templates that loop over a message's content; "string" is one text. vLLM
-detects the format in the same way (`_detect_content_format` in vllm/renderers/hf.py), by names alone: it
-follows no scopes. So the answer is not what suits the template best, but what the engine passes to it.
+So the answer is not what suits the template best, but what the engine passes to it.
 """
 
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Literal, TypeGuard
 
 from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
+from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from tokenization.syntax import parse_source
+
 ContentFormat = Literal["string", "openai"]
+_FAILURES = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """The form of messages for a template."""
+
+    content_format: ContentFormat
+    """"openai" is a list of parts, for templates that loop over a message's content; "string" is one text."""
+    developer: bool
+    """Whether it supports the role `developer`: its source holds the quoted word."""
+
+
+def read_traits(source: str, content_format: ContentFormat | None = None) -> Traits:
+    """The traits of a template, given its Jinja source; the content format is detected if None."""
+    developer = '"developer"' in source or "'developer'" in source
+    return Traits(content_format or detect_content_format(source), developer)
+
+
+def takes_later_system(source: str) -> bool:
+    """Whether the template renders a system message after the first message; not if it fails.
+
+    vLLM's route for Anthropic's messages (vllm/entrypoints/anthropic/serving.py) renders such a conversation
+    with the source alone: variables of the tokenizer and functions of its renderer are undefined there.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    conversation = [{"role": role, "content": "t"} for role in ("system", "user") * 2]
+    try:
+        environment.from_string(source).render(messages=conversation, add_generation_prompt=False)
+    except _FAILURES:
+        return False
+    return True
 
 
 def detect_content_format(source: str) -> ContentFormat:
     """The format that vLLM detects for a template; "string" if the template has a syntax error.
 
-    Args:
-        source: Jinja source of the template.
+    vLLM (`_detect_content_format` in vllm/renderers/hf.py) follows names alone, and no scopes.
     """
-    environment = ImmutableSandboxedEnvironment(extensions=[_GenerationTag, loopcontrols])
     try:
-        tree = environment.parse(source)
-        return "openai" if _loops_over_content(tree) else "string"
+        return "openai" if _loops_over_content(parse_source(source)) else "string"
     except (TemplateError, RecursionError, _Unfollowed):
         return "string"
-
-
-class _GenerationTag(Extension):
-    """Parses the block `{% generation %}`, an extension of transformers: its body stands for it."""
-
-    tags = {"generation"}  # noqa: RUF012 (an attribute that Jinja declares as an instance's)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 class _Unfollowed(Exception):
