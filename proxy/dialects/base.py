@@ -42,9 +42,9 @@ class SessionFields:
 class Dialect(Protocol):
     """One wire format of a turn."""
 
-    path: ClassVar[str]
-    summary: ClassVar[str]
-    openapi: ClassVar[dict[str, Any]]
+    path: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+    openapi: ClassVar[dict[str, Any]] = {}
 
     def parse(self, request: Request, session: SessionFields | None) -> ChatRequest:
         """Parse the request, once.

@@ -38,7 +38,6 @@ class ChatDialect(Dialect):
 
     path: ClassVar[str] = CHAT_PATH
     summary: ClassVar[str] = "Chat completion, token-exact over turns"
-    openapi: ClassVar[dict[str, Any]] = {}
 
     def parse(self, request: Request, session: SessionFields | None) -> ChatRequest:
         """See `Dialect.parse`."""

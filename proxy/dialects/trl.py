@@ -173,13 +173,18 @@ def _with_image_urls(prompt: Prompt) -> msgspec.Raw:
 
 
 class TrlAnswer(Answer):
-    """Keeps what one prompt got, for the response to its batch."""
+    """What one prompt got, as JSON for the response to its batch."""
 
     def __init__(self, *, logprobs: bool) -> None:
         """`logprobs`: whether the client requested log-probabilities."""
         self.reads_tokens = logprobs
         self.prompt = msgspec.Raw()
-        self.choices: list[wire.Choice] = []
+        self.completions: list[msgspec.Raw] = []
+        """The sampled ids of each completion."""
+        self.logprobs: list[msgspec.Raw] = []
+        """Those of each completion; empty if they were not requested."""
+        self.logprob_ids: list[msgspec.Raw] = []
+        """The ids that these belong to."""
 
     def whole(self, parsed: wire.Parsed, body: bytes, read: Completion) -> bytes:
         """Keep a completion.
@@ -191,12 +196,19 @@ class TrlAnswer(Answer):
         self.prompt = completion.prompt_token_ids
         if is_null(self.prompt):
             raise EngineBroken("the engine returned no prompt ids")
-        self.choices = sorted(completion.choices or (), key=lambda choice: choice.index or 0)
-        for choice in self.choices:
+        for choice in sorted(completion.choices or (), key=lambda choice: choice.index or 0):
             if choice.token_ids is None:
                 raise EngineBroken("the engine returned no completion ids")
-            if self.reads_tokens and len(_positions(choice)) != len(choice.token_ids):
+            self.completions.append(raw(list(choice.token_ids)))
+            if not self.reads_tokens:
+                continue
+            logprobs = choice.logprobs
+            positions = (logprobs.content or ()) if isinstance(logprobs, wire.TokenLogprobs) else ()
+            if len(positions) != len(choice.token_ids):
                 raise EngineBroken("the engine returned other numbers of ids and of log-probabilities")
+            ranked = [_ranked([position, *position.top_logprobs]) for position in positions]
+            self.logprobs.append(raw([[logprob for _, logprob in top] for top in ranked]))
+            self.logprob_ids.append(raw([[token for token, _ in top] for top in ranked]))
         return b""
 
     def event(self, event: bytes, usual: UsualChunk | None, read: Piece | wire.Parsed) -> bytes | None:
@@ -209,26 +221,18 @@ class TrlAnswer(Answer):
 
 
 def batch_body(answers: Sequence[TrlAnswer]) -> bytes:
-    """The JSON of the response to a batch. Raises EngineBroken if tokens are not ids."""
-    choices = [choice for answer in answers for choice in answer.choices]
-    ranked = [
-        [_ranked([position, *position.top_logprobs]) for position in _positions(choice)]
-        for answer in answers
-        if answer.reads_tokens
-        for choice in answer.choices
-    ]
+    """The JSON of the response to a batch."""
+    logprobs = any(answer.reads_tokens for answer in answers)
     return msgspec.json.encode(
         {
             "prompt_ids": [answer.prompt for answer in answers],
-            "completion_ids": [list(choice.token_ids or ()) for choice in choices],
-            "logprobs": [[[logprob for _, logprob in top] for top in tops] for tops in ranked] or None,
-            "logprob_token_ids": [[[token for token, _ in top] for top in tops] for tops in ranked] or None,
+            "completion_ids": [each for answer in answers for each in answer.completions],
+            "logprobs": [each for answer in answers for each in answer.logprobs] if logprobs else None,
+            "logprob_token_ids": [each for answer in answers for each in answer.logprob_ids]
+            if logprobs
+            else None,
         }
     )
-
-
-def _positions(choice: wire.Choice) -> Sequence[wire.Position]:
-    return (choice.logprobs.content or ()) if isinstance(choice.logprobs, wire.TokenLogprobs) else ()
 
 
 def _ranked(tokens: Iterable[wire.Candidate]) -> list[tuple[int, float | None]]:

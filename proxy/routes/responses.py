@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from proxy.dialects.responses.dialect import COMPACT_PATH, PATH, CompactDialect, ResponsesDialect
+from proxy.dialects.responses.dialect import COMPACT_PATH, PATH, ResponsesDialect
 from proxy.dialects.responses.ids import is_response_id
 from proxy.dialects.responses.records import ResponseRecord, recall
 from proxy.dialects.responses.request import read_request
@@ -26,13 +26,12 @@ class Responses(Route):
     path = PATH
     summary = "Response, token-exact over turns"
     _compact = False
-    _dialect: type[ResponsesDialect] = ResponsesDialect
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """A response of OpenAI's Responses, whole or as a stream of events."""
         asked = await parsed(request, services, lambda: read_request(request.body, compact=self._compact))
         stored = _Stored(request, services)
-        dialect = self._dialect(asked, await recall(asked, stored.read), stored.keep)
+        dialect = ResponsesDialect(asked, await recall(asked, stored.read), stored.keep)
         try:
             return await serve_dialect(dialect, request, services)
         except BadRequest as error:
@@ -46,7 +45,6 @@ class CompactResponses(Responses):
     path = COMPACT_PATH
     summary = "A summary in place of a conversation"
     _compact = True
-    _dialect = CompactDialect
 
 
 class _Stored:

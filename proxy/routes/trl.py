@@ -56,7 +56,7 @@ class TrlBatch(Route):
             if isinstance(first, _Refused):
                 return first.response
             raise first from None
-        body = await services.in_thread(lambda: batch_body(answers))
+        body = batch_body(answers)
         return BytesResponse(200, list(JSON_HEADERS), body)
 
 

@@ -36,17 +36,17 @@ def read_completion(parsed: wire.Parsed, sent: bytes = b"", batch: Batch | None 
     echoes = _Echoes(sent, batch)
     echoes.read(whole)
     completion = Completion(
-        echoes.ids,
+        echoes.of_all.ids,
         completion_tokens=whole.usage.completion_tokens if whole.usage else None,
         cached_tokens=whole.usage.cached_tokens if whole.usage and batch is None else None,
-        packed_prompt=echoes.packed,
+        packed_prompt=echoes.of_all.packed,
     )
     for choice, index, sure in _numbered(whole.choices or ()):
         sampled = SampledChoice(index, choice.whole_message, raw_ids=cut.ids or b"")
         _add(choice, sampled)
         if not sampled.ids and _holds_text(sampled.message):
             sampled.ids = None  # text without ids: what was sampled is unknown
-        echo = echoes.of_choice(index, choice)
+        echo = echoes.of_choice(index)
         sampled.unreadable = _first(echo.unreadable, choice.unreadable, () if sure else ("index",))
         if batch is not None:
             sampled.prompt_ids = echo.ids
@@ -102,32 +102,29 @@ class _Echoes:
 
     def __init__(self, sent: bytes, batch: Batch | None) -> None:
         """`batch` is None where one echo belongs to all choices."""
-        self._batch = batch
-        self._prompts = [_Echo(prompt) for prompt in (batch.prompts if batch is not None else (sent,))]
+        self._of_all = batch is None
+        self._batch = batch or Batch((sent,), 1)
+        self._prompts = [_Echo(prompt) for prompt in self._batch.prompts]
 
     @property
-    def ids(self) -> bytes | None:
-        """The echo that belongs to all choices."""
-        return self._prompts[0].ids if self._batch is None else None
+    def of_all(self) -> _Echo:
+        """The echo that belongs to all choices; an empty one if each choice has its own."""
+        return self._prompts[0] if self._of_all else _Echo(b"")
 
-    @property
-    def packed(self) -> bytes | None:
-        """The ids of the echo that belongs to all choices, packed; None if they were not."""
-        return self._prompts[0].packed if self._batch is None else None
+    def of_choice(self, index: int) -> _Echo:
+        """The echo of a choice's prompt."""
+        return self._prompts[self._batch.prompt_of(index)]
 
     def read(self, completion: wire.Completion) -> None:
-        """Add the echo of a completion or chunk, which belongs to all choices."""
-        if self._batch is None and completion.prompt_token_ids is not wire.ABSENT:
-            self._prompts[0].read(bytes(completion.prompt_token_ids))
-
-    def of_choice(self, index: int, choice: wire.Choice | None = None) -> _Echo:
-        """The echo of a choice's prompt, after `choice` was added: the first of its choices holds it."""
-        if self._batch is None:
-            return self._prompts[0]
-        echo = self._prompts[self._batch.prompt_of(index)]
-        if choice is not None and echo.ids is None and not is_null(choice.prompt_token_ids):
-            echo.read(bytes(choice.prompt_token_ids))
-        return echo
+        """Add the echo of a completion or chunk, or those of its choices: the first of a prompt holds it."""
+        if self._of_all:
+            if completion.prompt_token_ids is not wire.ABSENT:
+                self._prompts[0].read(bytes(completion.prompt_token_ids))
+            return
+        for choice in completion.choices or ():
+            echo = self.of_choice(choice.index or 0)
+            if echo.ids is None and choice.prompt_token_ids is not wire.ABSENT:
+                echo.read(bytes(choice.prompt_token_ids))
 
 
 @dataclass
@@ -185,7 +182,6 @@ class StreamReader:
             if streamed.closed:
                 continue
             streamed.add(choice)
-            self._echoes.of_choice(index, choice)
             if not sure or (choice.index is None and self.expected > 1):
                 streamed.mark(("index",))
             if alone and usage is not None and usage.completion_tokens is not None:
@@ -234,12 +230,8 @@ class StreamReader:
             results.append(choice.result(echo))
             if self.batch is not None:
                 results[-1].prompt_ids = echo.ids
-        return Completion(
-            self._echoes.ids,
-            results,
-            cached_tokens=self._cached_tokens,
-            packed_prompt=self._echoes.packed,
-        )
+        echo = self._echoes.of_all
+        return Completion(echo.ids, results, cached_tokens=self._cached_tokens, packed_prompt=echo.packed)
 
 
 @dataclass(eq=False, slots=True)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from proxy.engine.generate import GenerateTokenIn
-from proxy.engine.token_in import CHAT_PATH, TokenRequest, rename_errors
+from proxy.engine.token_in import TokenRequest, rename_errors
 from proxy.errors import Unavailable
 from proxy.fields import join, raw, raw_value, read, stream_options
 from proxy.fleet.model import FleetImages, FleetModel
@@ -190,34 +190,40 @@ async def _send(request: ChatRequest, plan: PromptPlan, replica: Replica, servic
     fields = _request_for_engine(request, evidence=evidence)
     if services.cache_salt_by_version and replica.weight_version is not None:
         fields.setdefault("cache_salt", raw(replica.weight_version))
-    headers = _headers(request, plan)
-    prompt = prompt_of(plan)
-    if request.engine_route is not EngineRoute.CHAT:
-        call = Request("POST", request.engine_route, headers, join(fields), repeatable=True)
-        return await _send_prompts(call, plan, replica, services)
-    if not prompt:
-        return await replica.engine.send(Request("POST", CHAT_PATH, headers, join(fields), repeatable=True))
-    name = request.given.field if request.given else "messages"
-    if request.required_prefix is not None:
-        name = request.required_prefix.field
+    headers, prompt, route = _headers(request, plan), prompt_of(plan), request.engine_route
+    if not prompt or route is not EngineRoute.CHAT:  # the engine renders it, or it stands in the fields
+        call = Request("POST", route, headers, join(fields), repeatable=True)
+        response = await replica.engine.send(call)
+        if response.status == _BAD_REQUEST and route in _PROMPT_FIELDS:
+            response = await rename_errors(response, _PROMPT_FIELDS[route])
+    else:
+        response = await _send_ids(request, plan, replica, services, fields, headers)
+    if response.status < 400:
+        for each in plan.prompts:  # the replica holds prompts that are in no recorded turn of it
+            if (ids := prompt_of(each)) and not each.placement.holder:
+                services.fleet.prefix_caches.note(ids, replica)
+    return response
+
+
+async def _send_ids(
+    request: ChatRequest,
+    plan: PromptPlan,
+    replica: Replica,
+    services: Services,
+    fields: Fields,
+    headers: Headers,
+) -> Response:
+    """Send a chat completion whose prompt is exact ids."""
+    given = request.required_prefix or request.given
     capabilities, images, single = replica.require_capabilities(), images_of(plan), b""
+    prompt = prompt_of(plan)
     token_in = GenerateTokenIn() if images else capabilities.require_token_in()
     if images:
         placeholder = capabilities.require_images().placeholder
         single = await services.in_thread(lambda: single_placeholders(prompt, placeholder, images))
+    name = given.field if given else "messages"
     completion = TokenRequest(prompt, fields, headers, name, single, [each.image for each in images])
-    response = await token_in.complete(replica.engine, completion)
-    _note_prefixes(plan, replica, response, services)
-    return response
-
-
-async def _send_prompts(call: Request, plan: PromptPlan, replica: Replica, services: Services) -> Response:
-    """Send a request that holds its prompts; an error about their ids names the client's field."""
-    response = await replica.engine.send(call)
-    if response.status == _BAD_REQUEST:
-        response = await rename_errors(response, _PROMPT_FIELDS[call.path])
-    _note_prefixes(plan, replica, response, services)
-    return response
+    return await token_in.complete(replica.engine, completion)
 
 
 def _request_for_engine(request: ChatRequest, *, evidence: bool) -> Fields:
@@ -256,15 +262,6 @@ def _constrained(fields: Fields) -> bool:
     names = ("response_format", "structured_outputs")
     free = (None, b'"none"', b'"auto"')
     return any(raw_value(fields, name) for name in names) or raw_value(fields, "tool_choice") not in free
-
-
-def _note_prefixes(plan: PromptPlan, replica: Replica, response: Response, services: Services) -> None:
-    """Take note that a replica holds prompts that are in no recorded turn of it."""
-    if response.status >= 400:
-        return
-    for each in plan.prompts:
-        if (prompt := prompt_of(each)) and not each.placement.holder:
-            services.fleet.prefix_caches.note(prompt, replica)
 
 
 def _headers(request: ChatRequest, plan: PromptPlan) -> Headers:

@@ -58,7 +58,9 @@ def chat_messages(
     Raises:
         BadRequest: an image in the result of a tool cannot be read.
     """
-    opening = [_without_header(system)] if isinstance(system, str) else _system_texts(system or [])
+    opening = [] if isinstance(system, str) else _system_texts(system or [])
+    if isinstance(system, str):  # the engine would remove a first line that is the header too
+        opening.append(system.partition("\n")[2] if system.startswith(_BILLING_HEADER) else system)
     conversion = _Conversion()
     for index, message in enumerate(messages):
         if message.role != "system":
@@ -96,8 +98,10 @@ class _Conversion:
         if message.role == "assistant":
             self.flush()
             self.answered = True
-            if signatures := _signatures(message.content):
-                self.signatures[len(self.messages)] = signatures
+            blocks = () if isinstance(message.content, str) else message.content
+            signed = tuple(b.signature for b in blocks if isinstance(b, Thinking) and b.signature)
+            if signed:
+                self.signatures[len(self.messages)] = signed
             self.messages.append(_assistant(message.content))
             return
         content: str | list[ChatMessage] | None = (
@@ -133,16 +137,10 @@ def _joined(first: str | list[ChatMessage], second: str | list[ChatMessage]) -> 
     """Two contents as one."""
     if isinstance(first, str) and isinstance(second, str):
         return f"{first}\n\n{second}"
-    return [*_as_parts(first), *_as_parts(second)]
-
-
-def _as_parts(content: str | list[ChatMessage]) -> list[ChatMessage]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-def _without_header(prompt: str) -> str:
-    """A system prompt without its first line if that is the header, which the engine would remove too."""
-    return prompt.partition("\n")[2] if prompt.startswith(_BILLING_HEADER) else prompt
+    parts: list[ChatMessage] = []
+    for content in (first, second):
+        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return parts
 
 
 def _system_text(content: Content) -> str:
@@ -190,13 +188,6 @@ def _rejoined(content: Sequence[Block]) -> list[ChatMessage]:
     return parts
 
 
-def _signatures(content: Content) -> tuple[str, ...]:
-    if isinstance(content, str):
-        return ()
-    thoughts = (block for block in content if isinstance(block, Thinking))
-    return tuple(block.signature for block in thoughts if block.signature)
-
-
 def _call(block: ToolUse) -> ChatMessage:
     # the object as the client spelled it: nothing is lost by parsing it here
     arguments = "{}" if is_null(block.input) else bytes(block.input).decode()
@@ -214,7 +205,7 @@ def _parts(content: Iterable[object], *, results: bool = False) -> list[ChatMess
         if isinstance(block, Text) and block.text:
             parts.append({"type": "text", "text": block.text})
         elif isinstance(block, Image) and block.source is not None:
-            parts.append(_image(block.source))
+            parts.append({"type": "image_url", "image_url": {"url": block.source.location}})
         elif results and isinstance(block, ToolResult):
             text = block.content if isinstance(block.content, str) else _result_text(block.content or [])
             parts.append({"type": "text", "text": f"Tool result: {text}"})
@@ -229,29 +220,22 @@ def _content(parts: list[ChatMessage]) -> str | list[ChatMessage] | None:
     return parts or None
 
 
-def _image(source: Source) -> ChatMessage:
-    return {"type": "image_url", "image_url": {"url": source.location}}
-
-
 def _results(block: ToolResult, path: str) -> list[ChatMessage]:
     """The messages for the result of a tool: its text, then its images, then the tools that it found."""
     tool = {"role": "tool", "tool_call_id": block.tool_use_id}
     if not isinstance(block.content, list):
         return [{**tool, "content": block.content or ""}]
     messages: list[ChatMessage] = [{**tool, "content": _result_text(block.content)}]
-    images = [
-        _image(_source(part, f"{path}[{index}].source"))
-        for index, part in enumerate(block.content)
-        if part.type == "image"
-    ]
+    images, found = [], []
+    for index, part in enumerate(block.content):
+        if part.type == "image":
+            url = _source(part, f"{path}[{index}].source").location
+            images.append({"type": "image_url", "image_url": {"url": url}})
+        elif part.type == "tool_reference" and (name := _string(part.tool_name) or _string(part.name)):
+            found.append({"type": "tool_reference", "name": name})
     if images:
         messages.append({"role": "user", "content": images})
-    names = [
-        _string(part.tool_name) or _string(part.name)
-        for part in block.content
-        if part.type == "tool_reference"
-    ]
-    if found := [{"type": "tool_reference", "name": name} for name in names if name]:
+    if found:
         messages.append({**tool, "content": found})
     return messages
 

@@ -79,7 +79,6 @@ class MessagesDialect(Dialect):
 
     path: ClassVar[str] = "/v1/messages"
     summary: ClassVar[str] = "Message of Anthropic's API, token-exact over turns"
-    openapi: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, template: TemplateFacts | None = None) -> None:
         """`template`: the facts about the fleet's template; None if they are not known."""

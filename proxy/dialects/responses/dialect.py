@@ -1,14 +1,13 @@
 """`POST /v1/responses` and `POST /v1/responses/compact` as wire formats of a turn."""
 
-from typing import Any, ClassVar
-
 from proxy.dialects.base import Dialect, SessionFields, apply_session, chat_request, visible_of
 from proxy.dialects.responses.answer import CompactionTranslation, Keep, ResponsesTranslation
-from proxy.dialects.responses.items import Item, encode, messages_of
+from proxy.dialects.responses.items import Item, messages_of
 from proxy.dialects.responses.records import Recalled, resolved
 from proxy.dialects.responses.request import ResponsesRequest, chat_fields
 from proxy.dialects.translated import Translation
 from proxy.errors import BadRequest
+from proxy.fields import raw
 from proxy.http import Request
 from proxy.turn.request import ChatRequest
 
@@ -26,10 +25,6 @@ Write that summary now, as plain text and without calling tools. Include:
 
 class ResponsesDialect(Dialect):
     """One request, with what was stored of its conversation."""
-
-    path: ClassVar[str] = PATH
-    summary: ClassVar[str] = ""
-    openapi: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, asked: ResponsesRequest, recalled: Recalled, keep: Keep) -> None:
         """`keep` stores the response."""
@@ -51,7 +46,7 @@ class ResponsesDialect(Dialect):
         if asked.instructions:
             messages.insert(0, {"role": "system", "content": asked.instructions})
             tokens = {index + 1: named for index, named in tokens.items()}
-        fields["messages"] = encode(messages)
+        fields["messages"] = raw(messages)
         visible = visible_of(fields)
         apply_session(fields, session)
         fields.pop("n", None)  # a response has one output
@@ -61,16 +56,10 @@ class ResponsesDialect(Dialect):
 
     def translation(self, request: ChatRequest) -> Translation:
         """See `Dialect.translation`."""
-        kind = CompactionTranslation if self._asked.compact else ResponsesTranslation
-        return kind(self._asked, self._items, self._recalled.chain, self._keep)
-
-
-class CompactDialect(ResponsesDialect):
-    """One request to compact a conversation."""
-
-    path: ClassVar[str] = COMPACT_PATH
-
-    def translation(self, request: ChatRequest) -> Translation:
-        """See `Dialect.translation`."""
-        kept = [item for item in (*self._recalled.earlier, *self._items) if item.get("role") == "user"]
-        return CompactionTranslation(self._asked, self._items, [], self._keep, kept)
+        asked, items, recalled = self._asked, self._items, self._recalled
+        if not asked.compact:
+            return ResponsesTranslation(asked, items, recalled.chain, self._keep)
+        if request.retry.path != COMPACT_PATH:
+            return CompactionTranslation(asked, items, recalled.chain, self._keep)
+        kept = [item for item in (*recalled.earlier, *items) if item.get("role") == "user"]
+        return CompactionTranslation(asked, items, [], self._keep, kept)

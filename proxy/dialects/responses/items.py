@@ -16,8 +16,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
 from proxy.dialects.responses.ids import compaction_of, tokens_of, turn_of
 from proxy.errors import BadRequest
 
@@ -29,8 +27,6 @@ CUSTOM_INPUT = "input"
 """The one parameter of a custom tool. Names and texts are vLLM's."""
 _ROLES = ("user", "system", "developer", "assistant")
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
-
-
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
@@ -195,11 +191,6 @@ def as_input(value: object) -> list[Item]:
     return value
 
 
-def encode(messages: list[Item]) -> msgspec.Raw:
-    """Messages as JSON."""
-    return msgspec.Raw(msgspec.json.encode(messages))
-
-
 # --- parts
 
 
@@ -243,11 +234,14 @@ def joined_text(parts: object, at: str) -> str:
     Raises:
         BadRequest: it is not a list of texts.
     """
-    if isinstance(parts, str):
-        return parts
-    if not isinstance(parts, list):
-        raise BadRequest(f"`{at}` must be a string or a list of parts", param=at)
-    return "".join(_text(part, f"{at}[{index}]") for index, part in enumerate(parts))
+    content = content_of(parts, at)
+    if isinstance(content, str):
+        return content
+    for index, part in enumerate(content):
+        if part["type"] != "text":
+            where = f"{at}[{index}].type"
+            raise BadRequest(f"`{where}` must be that of a text: only texts are possible here", param=where)
+    return "".join(part["text"] for part in content)
 
 
 def kind_of(part: object, at: str) -> str:
@@ -255,15 +249,6 @@ def kind_of(part: object, at: str) -> str:
     if not isinstance(part, dict):
         raise BadRequest(f"`{at}` must be an object", param=at)
     return text_field(part, "type", at)
-
-
-def _text(part: object, at: str) -> str:
-    if kind_of(part, at) not in _TEXTS:
-        raise BadRequest(
-            f"`{at}.type` is `{kind_of(part, at)}`, and only texts are possible here", param=f"{at}.type"
-        )
-    assert isinstance(part, dict)
-    return text_field(part, "text", at)
 
 
 def _part(part: object, at: str) -> Item:
