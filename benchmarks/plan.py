@@ -26,8 +26,8 @@ _SAMPLED, _APPENDED = 200, 400
 """Sampled ids of an answer, and ids of the message before it, when the costs were measured."""
 _PROXY, _REDIS, _ENGINE = 0.7, 0.6, 0.8
 """How full a process' core, a shard's core, and the places of an engine may be in a planned fleet."""
-_PARTITIONS, _DEFAULT_PARTITIONS = 4, 16
-"""Partitions of the data for each shard of a cluster, and of a cluster whose URL names no number."""
+_LIST_MS = 0.1
+"""CPU of Redis for the calls of a turn to the list of sessions, which one shard of a cluster holds."""
 _STORE_MAX_BYTES = float(1 << 30)
 """The default of the setting."""
 Points = tuple[tuple[float, float], ...]
@@ -100,8 +100,6 @@ class Needs:
     turns_per_s: float
     processes: int
     shards: int
-    shards_without_sessions: int | None
-    """None if no number of shards is enough."""
     engines: int
     gbit: float
     """Of the proxies: from and to clients, engines and Redis."""
@@ -116,7 +114,7 @@ class Planner:
 
     def __init__(self, plan: Assumptions, costs: Costs) -> None:
         self._plan, self._curves = plan, costs.streamed if plan.stream else costs.whole
-        self._search_ms, self._probe_ms = costs.search_ms * plan.cpu_factor, costs.probe_ms * plan.cpu_factor
+        self._probe_ms = costs.probe_ms * plan.cpu_factor
         engine_s, self._per_engine_s = self._one_engine()
         self._period_s = plan.think_s + engine_s + self._cpu_ms("proxy_ms", _PROXY) / 1000
         self._bits = 8 * sum(map(self._mean, ("client_bytes", "engine_bytes", "redis_bytes")))
@@ -150,14 +148,10 @@ class Planner:
         # each process watches each engine
         watching = engines * self._probe_ms / 1000 / self._plan.watch_interval_s
         redis_ms = self._cpu_ms("redis_ms", _REDIS)
-        # a turn without a session is looked up in every partition
-        left = _REDIS - rate * self._search_ms * _PARTITIONS / 1000
-        blind = max(1, ceil(rate * (redis_ms - self._search_ms) / 1000 / left)) if left > 0 else None
         return Needs(
             turns_per_s=rate,
             processes=ceil(rate * self._cpu_ms("proxy_ms", _PROXY) / 1000 / max(0.05, _PROXY - watching)),
             shards=ceil(rate * redis_ms / 1000 / _REDIS),
-            shards_without_sessions=blind,
             engines=engines,
             gbit=rate * self._bits / 1e9,
             memory_gb_per_h=rate * self._mean("memory_bytes") * 3600 / 1e9,
@@ -173,10 +167,9 @@ class Planner:
         stored = _STORE_MAX_BYTES / (self._mean("aof_bytes") * plan.turns)
         redis = 1000 / self._cpu_ms("redis_ms", 1.0) * period_s
         network = plan.link_gbit * 1e9 / self._bits * period_s
-        searched = 1000 / (self._search_ms * _PARTITIONS) * period_s
+        listed = 1000 / (_LIST_MS * plan.cpu_factor) * period_s
         watched = 1000 * plan.watch_interval_s / self._probe_ms * self._per_engine_s * period_s / 2
-        partitions, link = f"a cluster's {_DEFAULT_PARTITIONS} partitions", f"{plan.link_gbit:g} Gbit/s"
-        more_partitions = "name a larger number in the store's URL before it is used first: `partitions`"
+        link = f"{plan.link_gbit:g} Gbit/s"
         cells = "split into cells, each with its own engines; or a longer `watch_interval_s`"
         found = [
             ("one engine", engine, "more engines"),
@@ -186,14 +179,9 @@ class Planner:
                 stored,
                 "set it to what the rollouts take: sessions in use are evicted",
             ),
-            ("one Redis server", redis, "a cluster, with sessions named by the clients"),
-            (partitions, _DEFAULT_PARTITIONS * redis, more_partitions),
+            ("one Redis server", redis, "a cluster"),
             (f"one machine's {link}", network, "proxies on more machines"),
-            (
-                "look-ups without session names",
-                searched,
-                "name sessions: every partition answers every look-up without a name",
-            ),
+            ("a cluster's list of sessions", listed, "split into cells, each with its own store"),
             ("each process watches each engine: half of its core", watched, cells),
         ]
         return sorted(found, key=lambda limit: limit[1])
@@ -202,14 +190,13 @@ class Planner:
         """What each number of rollouts needs, and all limits."""
         limits, above = self.limits(), 0.0
         head = ["concurrent rollouts", "turns/s", "proxy processes", "Redis shards"]
-        head += ["the same, no session names", "engines", "Gbit/s", "Redis GB/h", "disk GB/h"]
+        head += ["engines", "Gbit/s", "Redis GB/h", "disk GB/h"]
         rows = [[*head, "first limits above the row before"]]
         for number in rollouts:
             needs = self.needs(number)
-            blind = needs.shards_without_sessions
             crossed = [f"{name} ({_round(at)})" for name, at, _ in limits if above < at <= number]
             counts = [f"{needs.turns_per_s:,.0f}", f"{needs.processes:,}", f"{needs.shards:,}"]
-            counts += ["impossible" if blind is None else f"{blind:,}", f"{needs.engines:,}"]
+            counts.append(f"{needs.engines:,}")
             sizes = [f"{needs.gbit:,.2f}", f"{needs.memory_gb_per_h:,.1f}", f"{needs.disk_gb_per_h:,.1f}"]
             rows.append([f"{number:,}", *counts, *sizes, "; ".join(crossed) or "-"])
             above = number

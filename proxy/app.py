@@ -11,10 +11,9 @@ from starlette.middleware.cors import CORSMiddleware
 from proxy import __version__
 from proxy.engine.http import HttpEngine
 from proxy.engine.monitored import MonitoredEngine
-from proxy.fleet.changes import Changes
 from proxy.fleet.fleet import Fleet
-from proxy.fleet.hold import Hold
 from proxy.fleet.membership import Membership, Resolve, resolve_host
+from proxy.fleet.queue import Hold
 from proxy.fleet.replica import RETRY_S, Replica
 from proxy.fleet.routing import Routing
 from proxy.fleet.tokenizers import Tokenizers
@@ -32,7 +31,7 @@ from proxy.routes.routes import all_routes
 from proxy.services import fleet_of, lends_credentials, make_services
 from proxy.settings import Settings
 from proxy.settings.groups import proof_folder
-from proxy.stores.replica_changes import StoredChanges
+from proxy.stores.fleet_words import StoredWords
 from proxy.turn.running import RunningRequests
 from proxy.turn.services import Services
 from proxy.types import Scope
@@ -93,7 +92,7 @@ def create_app(
             services.membership = membership = Membership(
                 fleet,
                 _replica_maker(settings, template, metrics, fleet.weights.hold, retry_s),
-                Changes(StoredChanges(services.store, fleet_of(settings))),
+                StoredWords(services.store, fleet_of(settings)),
                 settings.upstreams,
                 settings.upstreams_file,
                 settings.watch_interval_s,
@@ -151,13 +150,8 @@ def _replica_maker(
             idle_timeout_s=settings.idle_timeout_s or None,
             held_seconds=hold.seconds,
         )
-        return Replica(
-            MonitoredEngine(engine, metrics),
-            tokenizers,
-            settings.watch_interval_s,
-            metrics=metrics,
-            retry_s=retry_s,
-        )
+        monitored = MonitoredEngine(engine, metrics)
+        return Replica(monitored, tokenizers, metrics, settings.watch_interval_s, retry_s=retry_s)
 
     return make_replica
 

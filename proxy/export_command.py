@@ -28,7 +28,6 @@ from proxy.samples.feed import FeedFilter, metadata_condition
 from proxy.samples.follow import Follower, end_last_line
 from proxy.samples.layouts import LAYOUTS
 from proxy.settings import load_settings
-from proxy.stores.memory import MemoryStore
 from proxy.stores.sqlite import SqliteStore
 from proxy.stores.urls import make_store
 
@@ -173,12 +172,12 @@ def chosen_store(options: argparse.Namespace) -> Store:
         store = make_store(settings.store, limits)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    if isinstance(store, MemoryStore):
+    if isinstance(store, SqliteStore) and store.file is None:
         raise UsageError(
             "the store memory: exists only inside the proxy: request /v1/sessions/{session}/samples or "
             "/v1/samples from it, or pass --store URL"
         )
-    if isinstance(store, SqliteStore) and not store.file.exists():
+    if isinstance(store, SqliteStore) and store.file and not store.file.exists():
         raise UsageError(f"no store at {store.file}: pass --store URL with the proxy's own setting `store`")
     return store
 

@@ -30,7 +30,7 @@ from proxy.history.store import Limits, StoreError, StoreUnusable
 from proxy.metrics import Metrics
 from proxy.monitoring.logs import configure_logs
 from proxy.settings import Settings
-from proxy.stores.guarded_calls import START_S
+from proxy.stores.guarded import START_S
 from proxy.stores.urls import make_store
 from proxy.turn.running import RunningRequests
 from proxy.workers.supervisor import run_workers

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from proxy.fleet.changes import fleet_id
 from proxy.fleet.fleet import Fleet
+from proxy.fleet.membership import fleet_id
 from proxy.fleet.weight_calls import WeightCalls
 from proxy.history.audit import Auditor
 from proxy.history.encoders import EncoderPool
@@ -17,7 +17,7 @@ from proxy.routes.auth import is_loopback
 from proxy.routes.key_file import read_keys
 from proxy.settings import Settings, SettingsError
 from proxy.settings.groups import proof_folder
-from proxy.stores.fleet_state import StoredState
+from proxy.stores.fleet_words import StoredWords
 from proxy.stores.guarded import GuardedStore
 from proxy.stores.urls import make_store
 from proxy.turn.model_aliases import ModelAliases, parse_alias
@@ -41,7 +41,7 @@ def make_services(
     fetch = ImageFetcher(settings.image_hosts).fetch if settings.image_hosts else None
     images = ImageLoader(encoders, fetch=fetch)
     shared = settings.store != "memory:"
-    fleet.weights.store = StoredState(guarded, fleet_of(settings), shared=shared)
+    fleet.weights.words = StoredWords(guarded, f"{fleet_of(settings)}/weights", shared=shared)
     return Services(
         fleet,
         guarded,

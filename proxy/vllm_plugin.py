@@ -116,7 +116,7 @@ class TokenProxyPlugin:
         )
         mode = str(getattr(args, "logprobs_mode", None) or "")
         metrics = self._observer.metrics
-        replica = Replica(self._engine, tokenizers, settings.watch_interval_s, mode, metrics)
+        replica = Replica(self._engine, tokenizers, metrics, settings.watch_interval_s, mode)
         fleet = Fleet(
             [replica],
             watch_interval_s=settings.watch_interval_s,

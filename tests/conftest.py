@@ -16,12 +16,9 @@ from tests.support.store_fixtures import (  # noqa: F401
     redis_port,
     redis_url,
     shared_url,
-    split_url,
     sqlite_url,
     store,
     url,
-    whole_store,
-    whole_url,
 )
 from tests.support.talk import Talk
 from tests.support.tiny_model import TinyModel, make_tiny_model

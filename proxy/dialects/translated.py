@@ -10,7 +10,7 @@ from proxy.errors import ApiError
 from proxy.fields import is_null
 from proxy.history.completion import Completion
 from proxy.history.echo import Signer, TurnTokens
-from proxy.http import JSON_HEADERS, BytesResponse, KeptAlive, Response, is_event_stream
+from proxy.http import BytesResponse, KeptAlive, Response, is_event_stream
 from proxy.turn import wire
 from proxy.turn.answer import Answer
 from proxy.turn.usual_chunk import Piece, UsualChunk
@@ -140,8 +140,8 @@ async def translated_error(response: Response, translation: Translation) -> Resp
     finally:
         await response.aclose()
     told = (response.status, problem.message, problem.name)
-    headers = [*_kept(response.headers), *JSON_HEADERS]
-    return _in_stream(translation, *told) or BytesResponse(response.status, headers, translation.error(*told))
+    body = translation.error(*told)
+    return _in_stream(translation, *told) or BytesResponse(response.status, response.headers, body)
 
 
 def _in_stream(translation: Translation, status: int, message: str, code: str | None) -> Response | None:
@@ -166,8 +166,7 @@ async def serve_early(
             return TranslatedStream(turn, _EVENTS, translation, silence_s)
         response = turn.result()
         if response.status < 400 and is_event_stream(response.headers):
-            headers = [*_kept(response.headers), *_EVENTS]
-            return TranslatedStream(turn, headers, translation, silence_s)
+            return TranslatedStream(turn, response.headers, translation, silence_s)
         return await translated_error(response, translation)
     except BaseException as error:  # cancellation too: the engine must stop generating
         await end(turn)
@@ -234,9 +233,3 @@ async def end(turn: "asyncio.Task[Response]") -> None:
     await asyncio.wait([turn])
     if not turn.cancelled() and turn.exception() is None:
         await turn.result().aclose()
-
-
-def _kept(headers: Headers) -> Headers:
-    """The headers that describe more than the body."""
-    own = (b"content-type", b"content-length", b"cache-control", b"transfer-encoding", b"content-encoding")
-    return [pair for pair in headers if pair[0] not in own]

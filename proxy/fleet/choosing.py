@@ -4,7 +4,7 @@ How long a turn takes on each replica is estimated:
 
     (1 + conversations on the replica) * pace of the replica * (ids to sample + ids to read / 16)
 
-Conversations are weighted by their ids; paces are measured, see `pace.py`. The replica that holds the
+Conversations are weighted by their ids; paces are measured, see `load.py`. The replica that holds the
 conversation reads only its new ids; any other replica reads all of them.
 """
 
@@ -12,8 +12,11 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from proxy.fleet.pace import work_of
+from proxy.fleet.load import work_of
 
+OVERLOAD_RATIO = 1.5
+"""How many times longer than elsewhere a turn must be expected to take on the replica that holds its
+conversation before the conversation moves."""
 _PACE_HALF_LIFE_S = 60.0
 """Seconds without a measurement after which a replica counts as half as much slower than the fastest one."""
 
@@ -47,43 +50,26 @@ class Preference:
     """Expected number of sampled ids."""
 
 
-OVERLOAD_RATIO = 1.5
-
 Choose = Callable[[Sequence[Candidate], Preference], Candidate]
 
 
-class StickyLeastLoaded:
-    """The replica that holds the conversation; if it is overloaded or gone, the one that serves soonest."""
+def sticky_least_loaded(candidates: Sequence[Candidate], preference: Preference) -> Candidate:
+    """The holder of the prefix, unless a turn takes much less time on the replica that serves it soonest."""
+    # a replica without a measured pace counts as fast as the fastest, so that it gets requests to measure
+    fastest = min((each.pace for each in candidates if each.pace is not None), default=1.0)
 
-    def __init__(self, overload_ratio: float = OVERLOAD_RATIO) -> None:
-        """Create the choice.
+    def seconds(candidate: Candidate) -> float:
+        """How long a turn is expected to take on a replica."""
+        cached = preference.reused if candidate.name == preference.holder else 0
+        pace = fastest
+        if candidate.pace is not None:
+            # an old measurement counts less, so that a replica that was slow is tried again
+            pace *= (candidate.pace / fastest) ** (0.5 ** (candidate.pace_age_s / _PACE_HALF_LIFE_S))
+        work = work_of(preference.completion_ids, preference.ids - cached)
+        return (1 + candidate.conversations) * pace * work
 
-        Args:
-            overload_ratio: how many times longer than elsewhere a turn must be expected to take on the
-                replica that holds its conversation before the conversation moves.
-        """
-        self._overload_ratio = overload_ratio
-
-    def __call__(self, candidates: Sequence[Candidate], preference: Preference) -> Candidate:
-        """The holder of the prefix, unless a turn takes much less time elsewhere."""
-        # a replica without a measured pace counts as fast as the fastest, so that it gets requests to measure
-        fastest = min((one.pace for one in candidates if one.pace is not None), default=1.0)
-        best = min(
-            candidates, key=lambda one: (_seconds(one, preference, fastest), one.requests, random.random())
-        )
-        holder = next((one for one in candidates if one.name == preference.holder), None)
-        if holder is None:
-            return best
-        stay, move = (_seconds(one, preference, fastest) for one in (holder, best))
-        return best if stay > self._overload_ratio * move else holder
-
-
-def _seconds(candidate: Candidate, preference: Preference, fastest: float) -> float:
-    """How long a turn is expected to take on a replica."""
-    cached = preference.reused if candidate.name == preference.holder else 0
-    work = work_of(preference.completion_ids, preference.ids - cached)
-    pace = fastest
-    if candidate.pace is not None:
-        # an old measurement counts less, so that a replica that was slow is tried again
-        pace *= (candidate.pace / fastest) ** (0.5 ** (candidate.pace_age_s / _PACE_HALF_LIFE_S))
-    return (1 + candidate.conversations) * pace * work
+    best = min(candidates, key=lambda each: (seconds(each), each.requests, random.random()))
+    holder = next((each for each in candidates if each.name == preference.holder), None)
+    if holder is None or seconds(holder) > OVERLOAD_RATIO * seconds(best):
+        return best
+    return holder

@@ -33,15 +33,14 @@ class _Active:
 
 
 @dataclass(slots=True)
-class _Sum:
-    """Of conversations on one replica."""
+class _Sums:
+    """Of the conversations on one replica."""
 
     count: int = 0
     ids: int = 0
-
-    def add(self, ids: int, count: int = 1) -> None:
-        self.count += count
-        self.ids += count * ids
+    idle_count: int = 0
+    """Those without a turn that runs."""
+    idle_ids: int = 0
 
 
 @dataclass(slots=True)
@@ -56,10 +55,9 @@ class Conversations:
     """Those that no longer count and may come back, the one used least recently first."""
     _pause_s: float | None = None
     """Mean time between two turns of a conversation, of late; None before the first."""
-    _all: defaultdict[str, _Sum] = field(default_factory=lambda: defaultdict(_Sum))
-    _idle: defaultdict[str, _Sum] = field(default_factory=lambda: defaultdict(_Sum))
-    """Those of `_all` without a turn that runs."""
+    _sums: defaultdict[str, _Sums] = field(default_factory=lambda: defaultdict(_Sums))
     _total: int = 0
+    """The ids of all."""
     _continuing: float = 1.0
     """Share of requests that continue a conversation, of late."""
 
@@ -80,28 +78,23 @@ class Conversations:
 
     def begin(self, key: str, replica: str, ids: int) -> None:
         """Count a request of a conversation that is sent to a replica, with a prompt of about `ids` ids."""
-        active = self._active.get(key) or self._quiet.pop(key, None)
+        now, active = self.clock(), self._take(key) or self._quiet.pop(key, None)
         if active is not None and not active.running:
-            self._measure_pause(self.clock() - active.used)
-        running = active.running if active is not None else 0
+            pause_s = now - active.used
+            self._pause_s = pause_s if self._pause_s is None else self._pause_s
+            self._pause_s += _STEP * (pause_s - self._pause_s)
         self._continuing += _STEP * ((active is not None) - self._continuing)
-        self._drop(key)
-        self._active[key] = _Active(replica, ids, self.clock(), running + 1)
-        self._all[replica].add(ids)
-        self._total += ids
+        self._put(key, _Active(replica, ids, now, 1 + (active.running if active is not None else 0)))
 
     def finish(self, key: str) -> None:
         """Count a request of a conversation as complete."""
-        if (active := self._active.get(key)) is not None:
-            if active.running == 1:
-                self._idle[active.replica].add(active.ids)
-            active.running = max(0, active.running - 1)
-            active.used = self.clock()
-            self._active.move_to_end(key)
+        if (active := self._take(key)) is not None:
+            active.running, active.used = max(0, active.running - 1), self.clock()
+            self._put(key, active)
 
     def end(self, key: str) -> bool:
         """Remove a conversation, because no request follows. False if it was not active."""
-        return self._drop(key) or self._quiet.pop(key, None) is not None
+        return (self._take(key) or self._quiet.pop(key, None)) is not None
 
     def load(self, replica: str, without: str = "") -> float:
         """Number of active conversations on a replica, each weighted by its ids.
@@ -112,9 +105,10 @@ class Conversations:
             without: the key of a conversation to leave out.
         """
         self._expire()
-        every, idle = self._all.get(replica, _Sum()), self._idle.get(replica, _Sum())
-        over = 1 - self._continuing
-        count, ids = every.count - over * idle.count, every.ids - over * idle.ids
+        if replica not in self._sums:
+            return 0.0
+        sums, over = self._sums[replica], 1 - self._continuing
+        count, ids = sums.count - over * sums.idle_count, sums.ids - over * sums.idle_ids
         own = self._active.get(without)
         if own is not None and own.replica == replica:
             weight = 1.0 if own.running else self._continuing
@@ -124,7 +118,7 @@ class Conversations:
     def count(self, replica: str) -> int:
         """Number of active conversations on a replica."""
         self._expire()
-        return self._all.get(replica, _Sum()).count
+        return self._sums[replica].count if replica in self._sums else 0
 
     def _expire(self) -> None:
         now = self.clock()
@@ -134,28 +128,32 @@ class Conversations:
             key, active = next(iter(self._active.items()))
             if active.used >= now - counts_s:
                 break
+            self._take(key)
             if active.running:
                 active.used = now
-                self._active.move_to_end(key)
+                self._put(key, active)
             else:
-                self._drop(key)
                 self._quiet[key] = active
         while self._quiet and next(iter(self._quiet.values())).used < now - self.idle_s:
             self._quiet.popitem(last=False)
 
-    def _measure_pause(self, seconds: float) -> None:
-        if self._pause_s is None:
-            self._pause_s = seconds
-        self._pause_s += _STEP * (seconds - self._pause_s)
+    def _put(self, key: str, active: _Active) -> None:
+        self._active[key] = active
+        self._add(active, 1)
 
-    def _drop(self, key: str) -> bool:
+    def _take(self, key: str) -> _Active | None:
         active = self._active.pop(key, None)
         if active is not None:
-            self._total -= active.ids
-            self._all[active.replica].add(active.ids, -1)
-            if not active.running:
-                self._idle[active.replica].add(active.ids, -1)
-            if not self._all[active.replica].count:
-                self._all.pop(active.replica)
-                self._idle.pop(active.replica, None)
-        return active is not None
+            self._add(active, -1)
+        return active
+
+    def _add(self, active: _Active, times: int) -> None:
+        sums = self._sums[active.replica]
+        sums.count += times
+        sums.ids += times * active.ids
+        self._total += times * active.ids
+        if not active.running:
+            sums.idle_count += times
+            sums.idle_ids += times * active.ids
+        if not sums.count:
+            del self._sums[active.replica]

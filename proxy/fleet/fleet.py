@@ -1,6 +1,7 @@
 """All engines of the proxy: which one serves a request, and what happens if it fails."""
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -8,22 +9,18 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from proxy.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, NotFound
-from proxy.fleet.choosing import Candidate, Choose, Preference, StickyLeastLoaded
+from proxy.fleet.choosing import Candidate, Choose, Preference, sticky_least_loaded
 from proxy.fleet.conversations import Conversations
-from proxy.fleet.dispatch import Dispatch, Work
+from proxy.fleet.dispatch import Dispatch, Place, Suspects, Work
 from proxy.fleet.health import BreakerState
-from proxy.fleet.lateness import Lateness
 from proxy.fleet.load import Lease
 from proxy.fleet.model import FleetModel, choose_model
-from proxy.fleet.pace import ExpectedLength
-from proxy.fleet.place import Place, end_lease, give_back
 from proxy.fleet.prefix_caches import PrefixCaches
 from proxy.fleet.queue import FairQueue
 from proxy.fleet.replica import Replica
 from proxy.fleet.replica_report import report
 from proxy.fleet.routing import Routing
-from proxy.fleet.silence import SilenceWatch
-from proxy.fleet.suspects import Suspects
+from proxy.fleet.watch import FleetWatch
 from proxy.fleet.weights import TIMEOUT_S, Weights
 from proxy.http import Request, Response
 from proxy.monitoring.exchange import queued
@@ -32,6 +29,7 @@ T = TypeVar("T")
 log = logging.getLogger("tokenproxy")
 
 FIRST_ANSWER_TIMEOUT_S = 30.0
+_DISCOVERY_STEP_S = 0.05
 QUEUE_REQUESTS = 16_384
 """How many requests may wait for a replica."""
 QUEUE_TIMEOUT_S = 600.0
@@ -44,7 +42,7 @@ class Fleet:
     def __init__(
         self,
         replicas: Sequence[Replica],
-        choose: Choose | None = None,
+        choose: Choose = sticky_least_loaded,
         replica_requests: int = 0,
         queue_requests: int = QUEUE_REQUESTS,
         queue_timeout_s: float = QUEUE_TIMEOUT_S,
@@ -72,28 +70,26 @@ class Fleet:
         """Removed replicas on which requests still run."""
         self._replica_requests = replica_requests or math.inf
         self.queue: FairQueue[Place] = FairQueue(
-            queue_requests, queue_timeout_s, give_back, self.weights.hold, clock
+            queue_requests, queue_timeout_s, lambda place: self.ended(*place), self.weights.hold, clock
         )
         self.conversations = Conversations(clock=clock)
         self.prefix_caches = PrefixCaches(self)
         self.suspects = Suspects(clock)
-        self.expected_length = ExpectedLength()
-        self._choose = choose or StickyLeastLoaded()
-        self.lateness = Lateness(clock)
-        self._silence = SilenceWatch(self)
+        self.expected_ids = 200.0
+        """Mean number of ids in a completion, of late."""
+        self._choose = choose
+        self.watch = FleetWatch(self)
         self._next = 0
         self._started = False
-        self._closing: set[asyncio.Task[None]] = set()
         for replica in replicas:
             self.add(replica)
 
     def add(self, replica: Replica) -> None:
         """Add a replica; it gets requests once it was discovered and its weights are those of the fleet."""
         self.replicas.append(replica)
-        replica.weights = self.weights
-        replica.changed = self.settle_model
+        replica.fleet = self
         if self._started:
-            replica.start(self.lateness)
+            replica.start()
 
     def remove(self, replica: Replica) -> None:
         """Remove a replica; requests that run on it end normally, and it is watched until they have."""
@@ -102,20 +98,13 @@ class Fleet:
         self.replicas.remove(replica)
         self.leaving.append(replica)
         self.settle_model()
-        task = asyncio.create_task(self._close_when_idle(replica))
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
 
-    async def _close_when_idle(self, replica: Replica) -> None:
-        """Stop watching a removed replica and close its connections once its last request ended."""
-        try:
-            while replica.load.requests:  # noqa: ASYNC110 - seldom, and nothing waits for it
-                await asyncio.sleep(1.0)
-        finally:
-            self.leaving.remove(replica)
-            await replica.stop()
-            if all(other.name != replica.name for other in self.replicas):
-                replica.forget_state()
+    async def forget(self, replica: Replica) -> None:
+        """Stop watching a removed replica and close its connections: its last request ended."""
+        self.leaving.remove(replica)
+        await replica.stop()
+        if all(other.name != replica.name for other in self.replicas):
+            replica.forget_state()
 
     def settle_model(self) -> None:
         """Decide which model the fleet serves, and which replicas differ from it and get no requests.
@@ -148,43 +137,33 @@ class Fleet:
     def start(self) -> None:
         """Start watching all replicas."""
         self._started = True
-        self.lateness.start()
-        self._silence.start()
+        self.watch.start()
         self.weights.start()
         for replica in self.replicas:
-            replica.start(self.lateness)
+            replica.start()
 
     async def stop(self) -> None:
         """Stop watching and close all connections."""
         await self.weights.stop()
-        await self._silence.stop()
-        await self.lateness.stop()
-        for task in self._closing:
-            task.cancel()
-        if self._closing:
-            await asyncio.wait(self._closing)
+        await self.watch.stop()
         for replica in [*self.replicas, *self.leaving]:
             await replica.stop()
 
-    async def wait_discovered(self, timeout_s: float = FIRST_ANSWER_TIMEOUT_S) -> None:
-        """Wait until one replica is ready, discovery was tried on all, or `timeout_s` seconds passed."""
-        waits = [asyncio.create_task(replica.wait_discovered()) for replica in self.replicas]
-        try:
-            async with asyncio.timeout(timeout_s):
-                for done in asyncio.as_completed(waits):
-                    await done
-                    if any(replica.ready for replica in self.replicas):
-                        return
-        except TimeoutError:
-            return
-        finally:
-            for task in waits:
-                task.cancel()
+    async def wait_discovered(self) -> None:
+        """Wait until one replica is ready, discovery was tried on all, or `FIRST_ANSWER_TIMEOUT_S` passed."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_ANSWER_TIMEOUT_S):
+                while not self._is_discovered():  # noqa: ASYNC110 - seldom: requests come after the start
+                    await asyncio.sleep(_DISCOVERY_STEP_S)
+
+    def _is_discovered(self) -> bool:
+        ready = any(replica.ready for replica in self.replicas)
+        return ready or all(replica.was_tried for replica in self.replicas)
 
     async def send(self, work: Work, routing: Routing) -> Response:
         """Send a request to the replica that the policy chooses, and to another one if that fails.
 
-        The response counts as running until it is closed. Its beginning was read, see `beginning.py`. The
+        The response counts as running until it is closed. Its beginning was read, see `dispatch.py`. The
         chunks of an event stream end where events end.
 
         Args:
@@ -233,24 +212,19 @@ class Fleet:
         """
         ready = await self._usable(samples=False)
         self._next += 1
-        start = self._next  # other requests count on while this one waits
+        start = self._next % max(1, len(ready))
         last: EngineTimeout | EngineBroken | None = None
-        broken = 0
-        for replica in [ready[(start + offset) % len(ready)] for offset in range(len(ready))]:
+        for replica in [*ready[start:], *ready[:start]]:
             try:
                 return await work(replica)
             except EngineUnavailable as error:
                 replica.mark_down(error)
-            except EngineTimeout as error:
-                last = error
+            except (EngineTimeout, EngineBroken) as error:
                 self.failed(replica, error)
-            except EngineBroken as error:
-                self.failed(replica, error)
-                broken += 1
-                if broken > 1:
+                if isinstance(error, EngineBroken) and isinstance(last, EngineBroken):
                     raise
                 last = error
-        raise last if last is not None else self.nothing_responds()
+        raise last or self.nothing_responds()
 
     async def place(self, routing: Routing) -> Place:
         """A place for a request on the replica that the policy chooses, waited for in the fair queue.
@@ -266,27 +240,29 @@ class Fleet:
         def take() -> Place | None:
             if held.active and routing.samples:
                 return None
-            ready = self._ready(samples=routing.samples)
-            usable = _in_service(ready)
+            usable = _in_service(self.taking(samples=routing.samples))
             if not usable:
                 raise self.nothing_responds()
             free = [replica for replica in usable if replica.load.requests < self._replica_requests]
             if not free and held.active:
                 free = usable  # the requests that run are paused, so that no place becomes free
-            if not free:
-                return None
-            first = self._chosen(free, routing)
-            others = [replica for replica in ready if replica is not first]
-            others.sort(key=lambda replica: (not replica.breaker.allows, replica.load.requests))
-            lease = first.load.begin(routing.ids)
-            first.breaker.started(lease)  # at once: the next in the queue must not be a second trial
-            return Place(first, lease, others)
+            return _leased(self._chosen(free, routing), routing) if free else None
 
         overtakes = not self.queue.waiting or (held.active and not routing.samples)
         if overtakes and (place := take()) is not None:
             return place
         with queued():
-            return await self.queue.acquire(routing.tenant, routing.ids, take, routing.samples)
+            return await self.queue.acquire(routing.tenant, routing.ids, take)
+
+    def next_place(self, routing: Routing, tried: Sequence[Replica]) -> Place | None:
+        """A place on the least loaded replica that was not tried; None if there is none.
+
+        It may exceed `replica_requests`.
+        """
+        others = [replica for replica in self.taking(samples=routing.samples) if replica not in tried]
+        if not others:
+            return None
+        return _leased(min(others, key=lambda each: (not each.breaker.allows, each.load.requests)), routing)
 
     def _chosen(self, replicas: Sequence[Replica], routing: Routing) -> Replica:
         """The replica that the policy chooses."""
@@ -296,28 +272,25 @@ class Fleet:
             self.prefix_caches.holder(routing),
             routing.ids,
             routing.reused,
-            self.expected_length.ids,
+            self.expected_ids,
         )
         candidates = [
             Candidate(
                 replica.name,
                 replica.load.requests,
                 self.conversations.load(replica.name, routing.conversation),
-                replica.load.pace.seconds,
-                0.0 if replica.load.requests else replica.load.pace.age_s,
+                replica.load.pace_s,
+                0.0 if replica.load.requests else replica.load.pace_age_s,
             )
             for replica in replicas
         ]
         chosen = self._choose(candidates, preference)
         return next(replica for replica in replicas if replica.name == chosen.name)
 
-    def in_use(self, replica: Replica) -> bool:
-        """Whether a replica may still get a request whose order was fixed earlier."""
-        return replica in self.replicas and self._takes(replica)
-
     def ended(self, replica: Replica, lease: Lease) -> None:
         """A request no longer runs on a replica: one that waits may have its place."""
-        end_lease(replica, lease)
+        replica.load.end(lease)
+        replica.breaker.ended(lease)
         if self.queue.waiting:
             self.queue.wake()
 
@@ -326,27 +299,25 @@ class Fleet:
         replica.check_now()
         if not replica.ready:
             return
-        if isinstance(problem, EngineTimeout) and self.lateness.was_late:
+        if isinstance(problem, EngineTimeout) and self.watch.was_late:
             log.warning("%s is not blamed for a timeout: this process was busy", replica.name)
-            return
-        may_open = self.has_alternative(replica)
-        if replica.breaker.failed(problem.message, may_open=may_open):
-            log.warning(
-                "%s gets no requests for %.0f s: %s",
-                replica.name, replica.breaker.opens_for_s(), problem.message,
-            )  # fmt: skip
-            replica.count_ejection("failures")
+        elif replica.breaker.failed(problem.message, may_open=self.has_alternative(replica)):
+            self._count_ejection(replica, "failures")
 
     def eject(self, replica: Replica, reason: str) -> None:
         """Send no requests to a replica for a while, and let those that wait for an answer go elsewhere."""
         replica.breaker.open(reason)
-        log.warning("%s gets no requests for %.0f s: %s", replica.name, replica.breaker.opens_for_s(), reason)
-        replica.count_ejection("silent")
+        self._count_ejection(replica, "silent")
         replica.load.give_up(asyncio.get_running_loop().time(), gone=False)
+
+    def _count_ejection(self, replica: Replica, kind: str) -> None:
+        breaker = replica.breaker
+        log.warning("%s gets no requests for %.0f s: %s", replica.name, breaker.opens_for_s(), breaker.reason)
+        replica.count_ejection(kind)
 
     def has_alternative(self, replica: Replica) -> bool:
         """Whether another replica could take the requests of one; a trial is too little for that."""
-        others = [other for other in self._ready() if other is not replica]
+        others = [other for other in self.taking() if other is not replica]
         return any(other.breaker.state is BreakerState.CLOSED for other in others)
 
     def nothing_responds(self) -> EngineUnavailable:
@@ -361,30 +332,31 @@ class Fleet:
             for replica in self.replicas
         ]
 
-    def _takes(self, replica: Replica, *, samples: bool = True) -> bool:
-        """Whether a replica takes requests; other weights do not matter for requests that do not sample."""
-        responds = replica.ready and not replica.draining
-        return responds and (not samples or self.weights.serves(replica))
-
-    def _ready(self, *, samples: bool = True) -> list[Replica]:
-        ready = [replica for replica in self.replicas if self._takes(replica)]
-        if samples or ready:
-            return ready
-        return [replica for replica in self.replicas if self._takes(replica, samples=False)]
+    def taking(self, *, samples: bool = True) -> list[Replica]:
+        """The replicas that take requests. Those with other weights take requests that do not sample."""
+        responding = [replica for replica in self.replicas if replica.ready and not replica.draining]
+        serving = [replica for replica in responding if self.weights.serves(replica)]
+        return serving if samples or serving else responding
 
     async def _usable(self, *, samples: bool = True) -> list[Replica]:
         """The replicas that may get a request; those with an open breaker only if there are no others.
 
         Waits until the first discovery of all of them ended.
         """
-        ready = self._ready(samples=samples)
-        if not ready:
+        if not (ready := self.taking(samples=samples)):
             with queued():
                 await self.wait_discovered()
-            ready = self._ready(samples=samples)
+            ready = self.taking(samples=samples)
         return _in_service(ready)
 
 
 def _in_service(replicas: list[Replica]) -> list[Replica]:
     """Those of some replicas whose breaker lets requests through; all of them if none does."""
     return [replica for replica in replicas if replica.breaker.allows] or replicas
+
+
+def _leased(replica: Replica, routing: Routing) -> Place:
+    """Count a request as running on a replica."""
+    lease = replica.load.begin(routing.ids)
+    replica.breaker.started(lease)  # at once: the next in the queue must not be a second trial
+    return replica, lease

@@ -33,12 +33,9 @@ class BreakerState(StrEnum):
 class Breaker:
     """The circuit breaker of one replica."""
 
-    def __init__(self, failures: int = FAILURES, clock: Callable[[], float] = time.monotonic) -> None:
-        self.ejections = 0
-        """Number of times that it opened."""
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.reason = ""
         """The failure that opened it."""
-        self._limit = failures
         self._clock = clock
         self._failures = 0
         self._open_s = 0.0
@@ -96,9 +93,8 @@ class Breaker:
 
     def succeeded(self) -> None:
         """Take note of a response. While the breaker is open, late responses are ignored."""
-        if self.state is BreakerState.OPEN:
-            return
-        self._failures, self._trial, self._opened_at = 0, None, None
+        if self.state is not BreakerState.OPEN:
+            self.reset()
 
     def failed(self, reason: str, *, may_open: bool) -> bool:
         """Take note of a failed request; returns whether that opened the breaker.
@@ -112,7 +108,7 @@ class Breaker:
             return False  # the request was sent before the breaker opened
         self._trial = None
         self._failures += 1
-        if not may_open or not (state is BreakerState.HALF_OPEN or self._failures >= self._limit):
+        if not may_open or not (state is BreakerState.HALF_OPEN or self._failures >= FAILURES):
             return False
         self.open(reason)
         return True
@@ -126,5 +122,4 @@ class Breaker:
         self._open_s = min(max(2 * self._open_s, FIRST_OPEN_S), LONGEST_OPEN_S)
         # spread the trials of proxies that share replicas
         self._opened_at = now + random.uniform(0, self._open_s / 10)
-        self._failures, self._trial = 0, None
-        self.ejections, self.reason = self.ejections + 1, reason
+        self._failures, self._trial, self.reason = 0, None, reason

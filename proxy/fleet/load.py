@@ -1,4 +1,8 @@
-"""The running requests of one replica, and how fast it serves them."""
+"""The requests that run on one replica, and how fast it serves them.
+
+Work is counted in sampled ids: reading one id of a prompt that is not in the prefix cache costs a sixteenth
+of sampling one. The pace of a replica is the exponential mean of its recent turns.
+"""
 
 import asyncio
 import math
@@ -6,10 +10,23 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from proxy.fleet.pace import Pace, work_of
+_READ_PER_SAMPLED = 16.0
+"""Prompt ids that are read in the time in which one id is sampled. The choice depends little on it."""
+_PACE_STEP = 0.2
+"""Share of a turn in the pace."""
+_READING_KEPT = 0.9
+"""Share of the earlier prompts that counts in how fast prompts are read, after another one was read."""
+_GAP_HALF_LIFE_S = 60.0
+"""Half-life of the longest gap: a replica that was slow an hour ago may be fast now."""
 
-_HALF_LIFE_S = 60.0
-"""Half-life of a measurement in seconds: a replica that was slow an hour ago may be fast now."""
+
+def work_of(completion_ids: float, prompt_ids: float) -> float:
+    """The work of a turn in sampled ids.
+
+    Args:
+        prompt_ids: number of prompt ids that are not in the prefix cache.
+    """
+    return max(1.0, completion_ids + prompt_ids / _READ_PER_SAMPLED)
 
 
 @dataclass(slots=True, eq=False)
@@ -29,43 +46,34 @@ class Lease:
 
 
 @dataclass(slots=True)
-class _Decayed:
-    """A sum with exponential decay over time."""
-
-    value: float = 0.0
-    at: float = -math.inf
-
-    def add(self, value: float, now: float) -> None:
-        self.value = self.read(now) + value
-        self.at = now
-
-    def read(self, now: float) -> float:
-        return self.value * 0.5 ** ((now - self.at) / _HALF_LIFE_S) if self.value else 0.0
-
-
-@dataclass(slots=True)
 class Load:
     """The requests that run on one replica."""
 
     clock: Callable[[], float] = time.monotonic
     running: set[Lease] = field(default_factory=set)
-    pace: Pace = field(init=False)
+    pace_s: float | None = None
+    """Mean seconds for the work of sampling one id; None before the first response."""
     slowest_gap_s: float = 0.0
     """The longest recent time between two signs of progress."""
     responded: bool = False
     """Whether the replica served a prompt since it was started; the first one may take it very long."""
+    _paced: float = 0.0
+    """When the pace was measured."""
     _progressed: float = -math.inf
     """When the replica last sent an event or a body, or took a request after a pause."""
-    _seconds: _Decayed = field(default_factory=_Decayed)
-    _ids_served: _Decayed = field(default_factory=_Decayed)
-
-    def __post_init__(self) -> None:
-        self.pace = Pace(self.clock)
+    _read_s: float = 0.0
+    """Seconds from recent requests to their first bytes, and the ids of their prompts."""
+    _read_ids: float = 0.0
 
     @property
     def requests(self) -> int:
         """How many requests run."""
         return len(self.running)
+
+    @property
+    def pace_age_s(self) -> float:
+        """Seconds since the pace was measured."""
+        return self.clock() - self._paced
 
     def begin(self, ids: int) -> Lease:
         """Count a request until `end`."""
@@ -95,53 +103,47 @@ class Load:
                 lease.deadline.reschedule(now)
                 lease.deadline = None
 
-    def restart(self) -> None:
-        """Forget the silence until now: the replica was paused."""
-        self._progressed = self.clock()
-
     def shift(self, seconds: float) -> None:
         """Leave a pause that ended now out of all measurements.
 
         Args:
-            seconds: how long it was.
+            seconds: how long it was; 0 if that is unknown, so that only the silence is forgotten.
         """
-        now = self.clock()
+        self._progressed = now = self.clock()
         for lease in self.running:
             lease.started += min(seconds, max(0.0, now - lease.started))
-        self.restart()
 
     def answered(self, lease: Lease) -> None:
         """Measure how fast the replica reads prompts, when the first byte of a response arrives."""
-        now = self.clock()
         lease.deadline = None
         if lease.ids:
             self.responded = True
-            self._seconds.add(now - lease.started, now)
-            self._ids_served.add(lease.ids, now)
+            self._read_s = _READING_KEPT * self._read_s + self.clock() - lease.started
+            self._read_ids = _READING_KEPT * self._read_ids + lease.ids
         self.progress()
 
     def completed(self, lease: Lease, completion_ids: int) -> None:
         """Measure the replica's pace, when the whole response arrived."""
-        self.pace.measure(self.clock() - lease.started, work_of(completion_ids, lease.to_read))
+        self._paced = self.clock()
+        pace_s = max(self._paced - lease.started, 1e-6) / work_of(completion_ids, lease.to_read)
+        self.pace_s = pace_s if self.pace_s is None else self.pace_s + _PACE_STEP * (pace_s - self.pace_s)
 
     def progress(self) -> None:
         """Take note that the replica sent a whole event or body."""
         now = self.clock()
         gap = now - self._progressed
-        self.slowest_gap_s = max(gap, self.slowest_gap_s * 0.5 ** (gap / _HALF_LIFE_S))
+        self.slowest_gap_s = max(gap, self.slowest_gap_s * 0.5 ** (gap / _GAP_HALF_LIFE_S))
         self._progressed = now
 
     def silent_s(self) -> float:
         """Seconds since the last progress; 0 if nothing runs."""
         return self.clock() - self._progressed if self.running else 0.0
 
-    def seconds_per_id(self) -> float:
-        """Recent seconds from a request to its first byte, for each id of its prompt; 0 if not measured."""
-        now = self.clock()
-        ids = self._ids_served.read(now)
-        return self._seconds.read(now) / ids if ids > 0 else 0.0
+    def usual_silence_s(self) -> float:
+        """The longest silence that is usual for the requests that run.
 
-    def unread_prompts(self) -> tuple[int, int]:
-        """Ids of the longest prompt whose answer has not begun, and of all such prompts."""
-        unread = [lease.ids for lease in self.running if lease.deadline is not None]
-        return max(unread, default=0), sum(unread)
+        It is the longest recent one, or the time to read the longest prompt whose answer has not begun.
+        """
+        longest = max((lease.ids for lease in self.running if lease.deadline is not None), default=0)
+        prompt_s = longest * self._read_s / self._read_ids if self._read_ids else 0.0
+        return max(self.slowest_gap_s, prompt_s)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from proxy.engine.discovery import (
     NO_TOKEN_IN,
@@ -16,15 +17,15 @@ from proxy.engine.discovery import (
 )
 from proxy.engine.protocol import Engine, EngineWithCredential, fetch
 from proxy.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, OutOfSockets, Unsupported
-from proxy.fleet.breaks import Breaks
 from proxy.fleet.health import Breaker
-from proxy.fleet.lateness import Lateness
 from proxy.fleet.load import Load
 from proxy.fleet.tokenizers import Tokenizers
-from proxy.fleet.weight_state import ReplicaWeights
 from proxy.http import Request
 from proxy.metrics import Metrics, ReplicaState
 from tokenization import ChatTokenizer
+
+if TYPE_CHECKING:
+    from proxy.fleet.fleet import Fleet
 
 log = logging.getLogger("tokenproxy")
 
@@ -51,21 +52,24 @@ class Replica:
     another version or with other flags.
     """
 
+    fleet: "Fleet"
+    """The fleet to which it was added, which also starts it."""
+
     def __init__(
         self,
         engine: Engine,
         tokenizers: Tokenizers,
+        metrics: Metrics,
         watch_interval_s: float,
         logprobs_mode: str = "",
-        metrics: Metrics | None = None,
         retry_s: float = RETRY_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """A replica that is not watched yet.
 
         Args:
-            logprobs_mode: the engine's, if the settings name it; otherwise discovery reads it.
             metrics: where its state is reported.
+            logprobs_mode: the engine's, if the settings name it; otherwise discovery reads it.
             retry_s: seconds until the next check while it is not ready, or after a missed check.
             clock: the time that the event loop's own waits follow.
         """
@@ -75,10 +79,13 @@ class Replica:
         self._reported: ReplicaState | None = None
         self.engine = engine
         self.load = Load(clock)
-        self.breaker = Breaker(clock=clock)
+        self.breaker = Breaker(clock)
         self.draining = False
         """Whether it gets no more requests, and those that run end."""
-        self.breaks = Breaks(clock)
+        self.breaks = 0
+        """Number of times that connections broke under requests. Those that break together count as one."""
+        self.broken_requests = 0
+        """How many requests ran when connections broke last; 0 if it has responded since."""
         self.capabilities: Capabilities | None = None
         self.tokenizer: ChatTokenizer | None = None
         """The tokenizer that renders the same ids as the engine; None if there is none."""
@@ -88,8 +95,6 @@ class Replica:
         self._tokenizer_retry_at = 0.0
         self.difference = ""
         """How it differs from the model that its fleet serves; empty if it does not."""
-        self.changed: Callable[[], None] = self.report_state
-        """Called when it begins or ceases to respond."""
         self._clock = clock
         self._interval_s = watch_interval_s
         self.problem = "not checked yet"
@@ -97,12 +102,10 @@ class Replica:
         self._credential: tuple[bytes, bytes] | None = None
         self.wants_credential = False
         """Whether the engine refuses discovery without a credential that it accepts."""
-        self._discovered = asyncio.Event()
+        self.was_tried = False
+        """Whether the first discovery ended, with or without success."""
         self._check_due = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
-        self._lateness = Lateness(clock)
-        self.weights: ReplicaWeights | None = None
-        """What decides by its weights whether it gets requests; None if all weights do."""
         self.weight_version: str | None = None
         """The version of its weights; None if its engine reports none."""
         self._confirmation: asyncio.Task[bool] | None = None
@@ -147,13 +150,8 @@ class Replica:
             self._credential = credential
             await self._discover()
 
-    def start(self, lateness: Lateness) -> None:
-        """Start watching. Call it inside a running event loop.
-
-        Args:
-            lateness: tells when a health check proves nothing.
-        """
-        self._lateness = lateness
+    def start(self) -> None:
+        """Start watching. Call it inside a running event loop."""
         self.report_state()
         self._watcher = asyncio.create_task(self._watch())
 
@@ -163,13 +161,8 @@ class Replica:
             self._watcher.cancel()
             await asyncio.wait([self._watcher])
         if self._confirmation is not None:
-            self._confirmation.cancel()
             await asyncio.wait([self._confirmation])
         await self.engine.aclose()
-
-    async def wait_discovered(self) -> None:
-        """Wait until the first discovery ended, with or without success."""
-        await self._discovered.wait()
 
     def mark_down(self, problem: ApiError) -> None:
         """Take the replica out of use until discovery succeeds again: the engine accepts no connections."""
@@ -181,7 +174,7 @@ class Replica:
         self.count_ejection("unreachable")
         self.capabilities = None
         self.engine.verify(None)
-        self.changed()
+        self.fleet.settle_model()
 
     def check_now(self) -> None:
         """Check the engine's health now instead of at the next interval: a request to it failed."""
@@ -189,35 +182,29 @@ class Replica:
 
     def note_break(self) -> None:
         """A connection broke under a request that still counts as running."""
-        self.breaks.note(self.load.requests)
+        self.breaks += not self.broken_requests
+        self.broken_requests = max(self.broken_requests, self.load.requests)
 
     async def confirm(self) -> bool:
         """Whether the engine still responds after a connection broke; if not, the replica is marked down."""
+        # all requests whose connections broke wait for one answer
         if self._confirmation is None or self._confirmation.done():
             self._confirmation = asyncio.create_task(self._confirm())
-        task, current = self._confirmation, asyncio.current_task()
-        try:
-            # all requests whose connections broke wait for one answer
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if task.cancelled() and current is not None and not current.cancelling():
-                return False  # the replica left the fleet
-            raise
+        return await asyncio.shield(self._confirmation)
 
     async def _confirm(self) -> bool:
         try:
-            async with asyncio.timeout(CONFIRM_TIMEOUT_S):
-                status, _ = await fetch(self.engine, Request("GET", "/health"))
+            healthy = await self._is_healthy(CONFIRM_TIMEOUT_S)
         except OutOfSockets:
-            return True  # that tells nothing of the engine
-        except (ApiError, TimeoutError):
-            status = 0
+            healthy = True  # that tells nothing of the engine
+        except EngineUnavailable:
+            healthy = False
         # vLLM's API server outlives its engine for a moment, and answers 503
-        if status != 200:
+        if not healthy:
             self.mark_down(EngineUnavailable(f"{self.name} does not respond to /health"))
         else:
-            self.breaks.survived()
-        return status == 200
+            self.broken_requests = 0
+        return healthy
 
     async def _verify(self) -> None:
         """Check that the engine still serves the model that discovery found.
@@ -257,11 +244,6 @@ class Replica:
             self.capabilities = replace(capabilities, models=tuple(m.name for m in models))
         return any(m.name == model for m in models)
 
-    @property
-    def weight_problem(self) -> str:
-        """Why its weights keep it from getting requests; empty if they do not."""
-        return self.weights.problem(self) if self.weights is not None else ""
-
     async def _watch(self) -> None:
         while True:
             if self.capabilities is None:
@@ -282,24 +264,22 @@ class Replica:
     async def _check(self) -> None:
         """Ask for the engine's health; several misses in a row mark the replica down."""
         try:
-            if await self._is_healthy():
+            if await self._is_healthy(HEALTH_TIMEOUT_S):
                 self._misses = 0
                 capabilities = self.capabilities
                 if capabilities and not self.tokenizer and self._clock() >= self._tokenizer_retry_at:
                     await self._find_tokenizer(capabilities, HEALTH_TIMEOUT_S)
-                    self.changed()
-                return
+                    self.fleet.settle_model()
+            elif self._missed():
+                self.mark_down(EngineUnavailable(f"{self.name} does not respond to /health"))
         except EngineUnavailable as error:
             self.mark_down(error)
-            return
         except ApiError:
-            return  # no socket is left, or the engine is busy: that tells nothing of its health
-        if self._missed():
-            self.mark_down(EngineUnavailable(f"{self.name} does not respond to /health"))
+            pass  # no socket is left, or the engine is busy: that tells nothing of its health
 
     def _missed(self) -> bool:
         """Count a health check without an answer; returns whether they suffice to mark the replica down."""
-        if self._lateness.was_late:
+        if self.fleet.watch.was_late:
             return False  # the answer may have come in time
         self._misses += 1
         if self._misses < MISSES:
@@ -308,14 +288,15 @@ class Replica:
         self.load.give_up(asyncio.get_running_loop().time(), gone=True)
         return True
 
-    async def _is_healthy(self) -> bool:
-        """Whether the engine reports within `HEALTH_TIMEOUT_S` that it is healthy.
+    async def _is_healthy(self, timeout_s: float) -> bool:
+        """Whether the engine reports in time that it is healthy.
 
         Raises:
             EngineUnavailable: its machine refuses the connection: nothing listens there.
+            OutOfSockets: this process cannot ask.
         """
         try:
-            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 status, _ = await fetch(self.engine, Request("GET", "/health"))
         except OutOfSockets:
             raise
@@ -331,7 +312,7 @@ class Replica:
         """Run discovery, and find the tokenizer. On success the replica responds; else `problem` is set."""
         try:
             async with asyncio.timeout(DISCOVERY_TIMEOUT_S):
-                if not await self._is_healthy():
+                if not await self._is_healthy(HEALTH_TIMEOUT_S):
                     self._missed()
                     raise EngineUnavailable(f"{self.engine.name} does not respond to /health")
                 capabilities = await discover(self.questions)
@@ -348,22 +329,23 @@ class Replica:
             log.exception("discovering what %s supports failed", self.engine.name)
             self.problem = f"{self.engine.name}: {type(error).__name__}: {error}"
         else:
-            capabilities = replace(
-                capabilities, logprobs_mode=capabilities.logprobs_mode or self._logprobs_mode
-            )
-            self._log_capabilities(capabilities)
-            if self.weights is not None:
-                await self.weights.greet(self)  # it may have been restarted with other weights
+            mode = capabilities.logprobs_mode or self._logprobs_mode
+            capabilities = replace(capabilities, logprobs_mode=mode)
+            name = capabilities.model.name if capabilities.model else "unknown"
+            log.info("%s responds: vLLM %s, model %s", self.name, capabilities.version, name)
+            if capabilities.token_in is None:
+                log.warning("%s: %s", self.name, NO_TOKEN_IN)
+            await self.fleet.weights.greet(self)  # it may have been restarted with other weights
             self.capabilities = capabilities
             self.engine.verify(self._verify)
             self.breaker.reset()
             self.load.responded = False
-            self._misses = 0
-            self.changed()
+            self.broken_requests = self._misses = 0
+            self.fleet.settle_model()
         self.report_state()
-        if self.capabilities is None and not self._discovered.is_set():
+        if self.capabilities is None and not self.was_tried:
             log.warning("%s is not ready: %s", self.engine.name, self.problem)
-        self._discovered.set()
+        self.was_tried = True
 
     async def _find_tokenizer(self, capabilities: Capabilities, timeout_s: float) -> None:
         """Set the tokenizer of the engine's model, or why there is none. Raises as `Tokenizers.find`."""
@@ -378,35 +360,26 @@ class Replica:
     def state(self) -> ReplicaState:
         """Whether it can serve requests now, or why not."""
         if self.capabilities is None:
-            return ReplicaState.DOWN if self._discovered.is_set() else ReplicaState.STARTING
+            return ReplicaState.DOWN if self.was_tried else ReplicaState.STARTING
         if self.draining:
             return ReplicaState.DRAINING
         if self.difference:
             return ReplicaState.DIFFERENT
-        if self.weight_problem:
+        if not self.fleet.weights.serves(self):
             return ReplicaState.STALE
         return ReplicaState.EJECTED if self.breaker.ejected else ReplicaState.READY
 
     def report_state(self) -> None:
         """Show the state in the metrics, if it changed."""
-        state = self.state
-        if self._metrics is not None and state is not self._reported:
+        if (state := self.state) is not self._reported:
             self._reported = state
             self._metrics.replica_state(self.name, state)
 
     def forget_state(self) -> None:
         """Show nothing of it in the metrics any more: it left the fleet."""
-        if self._metrics is not None:
-            self._metrics.replica_removed(self.name)
+        self._metrics.replica_removed(self.name)
 
     def count_ejection(self, reason: str) -> None:
         """Count that it gets no requests for a while; `reason` is a snake_case word."""
-        if self._metrics is not None:
-            self._metrics.replica_ejected(self.name, reason)
+        self._metrics.replica_ejected(self.name, reason)
         self.report_state()
-
-    def _log_capabilities(self, capabilities: Capabilities) -> None:
-        name = capabilities.model.name if capabilities.model else "unknown"
-        log.info("%s responds: vLLM %s, model %s", self.name, capabilities.version, name)
-        if capabilities.token_in is None:
-            log.warning("%s: %s", self.engine.name, NO_TOKEN_IN)

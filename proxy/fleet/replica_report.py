@@ -11,34 +11,29 @@ if TYPE_CHECKING:
 def report(replica: "Replica") -> dict[str, Any]:
     """A replica's part of `GET /ready`."""
     capabilities = replica.capabilities
+    facts: dict[str, Any] = {
+        "engine": replica.name,
+        "draining": replica.draining,
+        "requests": replica.load.requests,
+    }
     if capabilities is None:
-        return {
-            "engine": replica.engine.name,
-            "ready": False,
-            "problem": replica.problem,
-            "draining": replica.draining,
-            "requests": replica.load.requests,
-        }
-    problem = replica.difference or replica.weight_problem
-    report: dict[str, Any] = {
-        "engine": replica.engine.name,
-        "ready": not problem,
+        return facts | {"ready": False, "problem": replica.problem}
+    differs = replica.difference or replica.fleet.weights.problem(replica)
+    problem = differs
+    if not problem and replica.breaker.ejected:
+        problem = f"no requests for {replica.breaker.opens_for_s():.0f} s: {replica.breaker.reason}"
+    elif not problem and capabilities.token_in is None:
+        problem = NO_TOKEN_IN
+    facts |= {
+        "ready": not differs,
         "version": capabilities.version,
         "model": capabilities.model.name if capabilities.model else None,
         "token_in": capabilities.token_in.name if capabilities.token_in else None,
         "breaker": replica.breaker.state,
-        "draining": replica.draining,
-        "requests": replica.load.requests,
     }
-    if replica.weight_version is not None:
-        report["weight_version"] = replica.weight_version
-    if problem:
-        report["problem"] = problem
-    elif replica.breaker.ejected:
-        report["problem"] = f"no requests for {replica.breaker.opens_for_s():.0f} s: {replica.breaker.reason}"
-    elif capabilities.token_in is None:
-        report["problem"] = NO_TOKEN_IN
-    return report | _append_report(replica)
+    optional = {"weight_version": replica.weight_version, "problem": problem or None}
+    facts |= {name: value for name, value in optional.items() if value is not None}
+    return facts | _append_report(replica)
 
 
 def _append_report(replica: "Replica") -> dict[str, Any]:

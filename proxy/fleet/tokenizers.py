@@ -28,42 +28,32 @@ log = logging.getLogger("tokenproxy")
 
 _TOOL_CALL = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
 _TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-_QUESTION: dict[str, Any] = {"role": "user", "content": "What is 2 + 2?"}
-_ANSWER: dict[str, Any] = {"role": "assistant", "content": "It is 4."}
 _IN_PARTS = [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Be kind."}]
+
+
+def _message(role: str, content: Any, **fields: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **fields}
+
+
+_QUESTION, _ANSWER = _message("user", "What is 2 + 2?"), _message("assistant", "It is 4.")
+_CALL, _RESULT = (
+    _message("assistant", "", tool_calls=[_TOOL_CALL]),
+    _message("tool", "4", tool_call_id="call00001"),
+)
+_SYSTEM, _DEVELOPER = _message("system", "Be brief."), _message("developer", "Be brief.")
 _REQUESTS: list[dict[str, Any]] = [
     {"messages": [_QUESTION]},
-    {
-        "messages": [
-            {"role": "user", "content": "What is 2 + 2?\n"},
-            _ANSWER,
-            {"role": "user", "content": " Grüße,  in words: 四?"},
-        ]
-    },
-    {
-        "messages": [
-            _QUESTION,
-            {"role": "assistant", "content": "", "tool_calls": [_TOOL_CALL]},
-            {"role": "tool", "tool_call_id": "call00001", "content": "4"},
-        ]
-    },
+    {"messages": [_message("user", "What is 2 + 2?\n"), _ANSWER, _message("user", " Grüße,  in words: 四?")]},
+    {"messages": [_QUESTION, _CALL, _RESULT]},
     # the tool lacks a description, which engines fill in
     {"messages": [_QUESTION], "tools": [_TOOL]},
     # content as text or as parts
-    {"messages": [{"role": "user", "content": _IN_PARTS}]},
-    {"messages": [{"role": "system", "content": _IN_PARTS}, _QUESTION]},
+    {"messages": [_message("user", _IN_PARTS)]},
+    {"messages": [_message("system", _IN_PARTS), _QUESTION]},
     # messages that engines may merge into the first
-    {"messages": [{"role": "developer", "content": "Be brief."}, _QUESTION]},
-    {
-        "messages": [
-            {"role": "system", "content": "Be brief."},
-            _QUESTION,
-            _ANSWER,
-            {"role": "developer", "content": _IN_PARTS},
-            _QUESTION,
-        ]
-    },
-    {"messages": [_QUESTION, _ANSWER, {"role": "system", "content": "Be brief."}, _QUESTION]},
+    {"messages": [_DEVELOPER, _QUESTION]},
+    {"messages": [_SYSTEM, _QUESTION, _ANSWER, _message("developer", _IN_PARTS), _QUESTION]},
+    {"messages": [_QUESTION, _ANSWER, _SYSTEM, _QUESTION]},
 ]
 """Rendered by the engine, and compared with it. A conversation that the engine refuses is skipped."""
 _CONTENT_FORMATS: tuple[ContentFormat, ...] = ("string", "openai")

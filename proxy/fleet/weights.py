@@ -1,7 +1,7 @@
 """The state of the fleet's weights in this process: which replicas may serve, and what samples each turn.
 
-All processes of the fleet share the state, see `weight_state.py`. Each reads it every 0.25 s, and once more
-before it records a turn, so that no turn is recorded with a version that another process has replaced.
+All processes of the fleet share the state, see `shared.py`. Each reads it every 0.25 s, and once more before
+it records a turn, so that no turn is recorded with a version that another process has replaced.
 """
 
 import asyncio
@@ -13,14 +13,11 @@ from weakref import WeakSet
 
 from msgspec.structs import replace
 
-from proxy.engine.protocol import fetch
-from proxy.errors import ApiError
-from proxy.fleet.fan_out import Outcome
-from proxy.fleet.hold import Hold
+from proxy.fleet.admin_answers import ask
+from proxy.fleet.queue import Hold
 from proxy.fleet.replica import Replica
-from proxy.fleet.weight_state import Failure, FleetState, StateError, StateStore
+from proxy.fleet.shared import Failure, FleetState, SharedError, SharedWords, read_state, write_state
 from proxy.fleet.weight_tags import WeightTag
-from proxy.http import Request
 
 if TYPE_CHECKING:
     from proxy.fleet.fleet import Fleet
@@ -49,26 +46,23 @@ class Weights:
         """
         self.state = FleetState()
         self.timeout_s = timeout_s
-        self.store: StateStore | None = None
+        self.words: SharedWords | None = None
         """Shares the state with other processes; None keeps it in this one."""
         self.calls = 0
         """Admin calls of this process that run."""
-        self.announced = False
-        """Whether the store holds a newer state than this process: `change` follows."""
+        self.ahead = False
+        """Whether this process changes the state, so that what it reads in the store does not count."""
         self._fleet = fleet
         self._clock = fleet.clock
         self.hold = Hold(self._clock)
         self._tags: WeakSet[WeightTag] = WeakSet()
         self._without_version: WeakSet[Replica] = WeakSet()
         """Replicas without development routes: they are asked again after they were restarted."""
-        self._reading: asyncio.Task[bool] | None = None
-        self._next_read: asyncio.Task[bool] | None = None
-        self._changes = 0
-        """Number of changes by this process. A read that started before the last one is too old to adopt."""
-        self._writing = asyncio.Lock()
-        self._unshared = False
-        """Whether the state is not in the store, because that does not respond."""
-        self._problem = ""
+        self._words_lock = asyncio.Lock()
+        self._reads_begun = self._last_read = 0
+        """Number of reads of the store that began, and of the last one that ended."""
+        self._readable = True
+        """Whether the last read of the store succeeded."""
         self._learning: set[asyncio.Task[None]] = set()
         self._moved_at = 0.0
         self._asked_at = 0.0
@@ -103,17 +97,17 @@ class Weights:
     @property
     def shared(self) -> bool:
         """Whether other processes may have the same fleet."""
-        return self.store is not None and self.store.shared
+        return self.words is not None and self.words.shared
 
     async def change(self, state: FleetState) -> None:
         """Adopt a state, and let other processes learn of it."""
-        self.announced = False
+        self.ahead = True
         self._adopt(state)
         await self._write(state)
 
     async def announce(self, state: FleetState) -> None:
         """Write a state for other processes before this one adopts it; `change` follows."""
-        self.announced = True
+        self.ahead = True
         await self._write(state)
 
     def named(self, replica: Replica, version: str) -> None:
@@ -122,13 +116,13 @@ class Weights:
         for tag in self._tags_of(replica):
             tag.named(version, paused=bool(self.state.paused))
 
-    def note_positions(self, *, late: bool) -> None:
-        """Note how much of each stream has arrived; `late`: more may have arrived than this process has read.
+    def note_positions(self) -> None:
+        """Note how much of each stream has arrived; more may have, if this process was too busy to read it.
 
         Call it right before the replicas resume.
         """
         for tag in self._tags:
-            tag.before = None if late else tag.progress()
+            tag.before = None if self._fleet.watch.was_late else tag.progress()
 
     def resumed(self, replica: Replica) -> None:
         """A replica was resumed after a pause."""
@@ -144,16 +138,16 @@ class Weights:
 
     def ask_again(self, replicas: Iterable[Replica]) -> None:
         """Ask replicas for their versions; requests wait until they have answered."""
-        ready = [replica for replica in replicas if replica.ready]
 
-        async def ask() -> None:
-            await asyncio.gather(*(self._ask(replica) for replica in ready))
+        async def ask_all() -> None:
+            await asyncio.gather(*(self._ask(replica) for replica in replicas if replica.ready))
 
         def done(task: "asyncio.Task[None]") -> None:
             self._learning.discard(task)
             self._apply_hold()
 
-        task = asyncio.create_task(ask(), context=Context())
+        # a context of its own: it is not part of the request that caused it
+        task = asyncio.create_task(ask_all(), context=Context())
         self._learning.add(task)
         task.add_done_callback(done)
 
@@ -166,8 +160,7 @@ class Weights:
 
     async def stop(self) -> None:
         """Stop watching."""
-        reads = [task for task in (self._reading, self._next_read) if task is not None]
-        tasks = [task for task in (self._task, *reads, *self._learning) if task is not None]
+        tasks = [task for task in (self._task, *self._learning) if task is not None]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -184,45 +177,42 @@ class Weights:
 
     async def refresh(self) -> bool:
         """Read what other processes changed, in a read that starts after this call; False if that fails."""
-        if not self.shared:
+        if self.words is None or not self.words.shared:
             return True
-        if self._next_read is None:
-            # a context of its own: the read belongs to all requests that wait for it
-            self._next_read = asyncio.create_task(self._read_after(self._reading), context=Context())
-        return await asyncio.shield(self._next_read)
+        begun = self._reads_begun
+        async with self._words_lock:
+            if self._last_read > begun:
+                return self._readable  # that of another request, which began after this call
+            self._reads_begun = number = self._reads_begun + 1
+            old = self.state
+            if old.paused and not self.calls:  # else this process ends the pause itself
+                self.note_positions()
+            try:
+                state = await read_state(self.words)
+            except SharedError as error:
+                if self._readable:
+                    log.error("the weights that other processes set cannot be read: %s", error)
+                self._readable = False
+            else:
+                if not self._readable:
+                    log.info("the weights that other processes set can be read again")
+                self._readable = True
+                if self.state is old and not self.ahead and state != old:
+                    self._learn(state)
+            self._last_read = number
+            return self._readable
 
     async def explains_silence(self, replica: Replica) -> bool:
         """Whether a replica that sends nothing is paused, by a proxy of the fleet or by somebody else."""
         await self.refresh()
         if self.hold.active or await self._is_paused(replica):
-            replica.load.restart()
+            replica.load.shift(0.0)
             return True
         return False
-
-    async def _read_after(self, earlier: "asyncio.Task[bool] | None") -> bool:
-        if earlier is not None and not earlier.done():
-            await asyncio.wait([earlier])
-        self._reading, self._next_read = self._next_read, None
-        assert self.store is not None
-        changes = self._changes
-        if self.state.paused and not self.calls:  # else this process ends the pause itself
-            self.note_positions(late=self._fleet.lateness.was_late)
-        try:
-            state = await self.store.read()
-        except StateError as error:
-            self._report(str(error))
-            return False
-        self._report("")
-        own = self._unshared or self.announced or self._writing.locked() or changes != self._changes
-        if not own:
-            self._learn(state)
-        return True
 
     def _learn(self, new: FleetState) -> None:
         """Adopt what another process changed."""
         old = self.state
-        if new == old:
-            return
         if new.revision != old.revision and new.version is not None:
             log.info("the weights of the fleet are version %s", new.version)
             for tag in self._tags:
@@ -230,14 +220,13 @@ class Weights:
             self.ask_again(self._fleet.replicas)
         if old.paused and not new.paused:
             for tag in self._tags:
-                positions = None if self._fleet.lateness.was_late else tag.progress()
+                positions = None if self._fleet.watch.was_late else tag.progress()
                 tag.resumed(positions if positions == tag.before else None)
         self._adopt(new)
 
     def _adopt(self, new: FleetState) -> None:
         """Make a state the current one, and hold or release requests by it."""
         old, self.state = self.state, new
-        self._changes += 1
         self._moved_at = self._clock()
         if new.updating and not new.paused and not (old.updating and not old.paused):
             for tag in self._tags:
@@ -259,17 +248,14 @@ class Weights:
 
     async def _write(self, state: FleetState) -> None:
         """Write a state to the store. Where that fails, it is written again with the next change or tick."""
-        if self.store is None:
-            return
-        async with self._writing:
+        async with self._words_lock:
             try:
-                await self.store.write(state)
-            except StateError as error:
-                self._unshared = True
+                if self.words is not None:
+                    await write_state(self.words, state)
+            except SharedError as error:
                 log.error("other processes do not learn of the fleet's weights yet: %s", error)
             else:
-                self._unshared = False
-            self._changes += 1
+                self.ahead = state is not self.state
 
     async def _watch(self) -> None:
         while True:
@@ -281,7 +267,7 @@ class Weights:
                 log.exception("checking the weights of the fleet failed")
 
     async def _tick(self) -> None:
-        if self._unshared:
+        if self.ahead and not self.calls:
             await self._write(self.state)
         await self.refresh()
         state, now = self.state, self._clock()
@@ -290,29 +276,22 @@ class Weights:
         if state.updating:
             if now - self._moved_at > self.timeout_s + _MARGIN_S:
                 await self._give_up_update()
-            return
-        if now - max(self._asked_at, self._moved_at) >= self._fleet.watch_interval_s:
+        elif now - max(self._asked_at, self._moved_at) >= self._fleet.watch_interval_s:
             self._asked_at = now
-            ready = [
-                replica
-                for replica in self._fleet.replicas
-                if replica.ready and replica not in self._without_version
-            ]
-            await asyncio.gather(*(self._look_at(replica) for replica in ready))
+            ready = [each for each in self._fleet.replicas if each.ready]
+            asked = [replica for replica in ready if replica not in self._without_version]
+            await asyncio.gather(*(self._ask(replica) for replica in asked))
             if self.state is state and state.paused:
-                await self._check_pause(ready)
+                await self._check_pause(asked)
 
     async def _give_up_update(self) -> None:
         """End an update that is idle: a part of the weights may be loaded, so its replicas leave service."""
-        path, revision = self.state.updating, self.state.revision
+        path, group = self.state.updating, self.state.group
         reason = f"a weight update began with {path} and did not end: update its weights again"
         log.error("%s", reason)
-        failures = {
-            replica.name: Failure(path, reason, revision)
-            for replica in self._fleet.replicas
-            if not self.state.group or replica.name in self.state.group
-        }
-        await self.change(replace(self.state.with_failures(failures), updating=""))
+        names = [each.name for each in self._fleet.replicas if not group or each.name in group]
+        failures = self.state.failures | {name: Failure(path, reason) for name in names}
+        await self.change(replace(self.state, failures=failures, updating=""))
 
     async def _check_pause(self, replicas: list[Replica]) -> None:
         """End a pause that somebody else ended on the engines."""
@@ -323,62 +302,38 @@ class Weights:
                 tag.resumed(None)
             await self.change(replace(self.state, paused=""))
 
-    async def _look_at(self, replica: Replica) -> None:
-        """Ask a replica for its version, and whether it recovered."""
+    async def _ask(self, replica: Replica) -> None:
+        """Ask a replica for its version, and whether it was resumed. Without an answer nothing changes."""
         failure = self.state.failures.get(replica.name)
         if failure is not None and not failure.loading and await self._is_paused(replica) is False:
-            await self._recovered(replica)
-        await self._ask(replica)
-
-    async def _ask(self, replica: Replica) -> None:
-        """Ask a replica for its version. Without an answer nothing changes."""
-        answer = await self._get(replica, "/weight_info")
+            log.info("%s gets requests again: its weights are those of the fleet", replica.name)
+            failures = {name: each for name, each in self.state.failures.items() if name != replica.name}
+            await self.change(replace(self.state, failures=failures))
+        answer = await ask(replica, "/weight_info", _ASK_S)
         if not answer.status or answer.status >= 500:
             return
         if not answer.ok:
             self._without_version.add(replica)
         value = answer.value("weight_version") if answer.ok else None
         version = value if isinstance(value, str) else None
-        if version == replica.weight_version and replica.name not in self.state.failures:
+        if version == replica.weight_version:
             return
         if not self.state.allows(replica.name, version):
             await self.refresh()  # another process may have set it
             if self.state.updating or self.calls:
                 return
-        if version != replica.weight_version and replica.weight_version is not None:
+        if replica.weight_version is not None:
             log.info("the weights of %s are version %s", replica.name, version)
             for tag in self._tags_of(replica):
                 paused = bool(self.state.paused)
                 tag.changing() if version is None else tag.named(version, paused=paused)
         replica.weight_version = version
-        if self.state.recovered(replica.name, version):
-            await self._recovered(replica)
         replica.report_state()
-
-    async def _recovered(self, replica: Replica) -> None:
-        log.info("%s gets requests again: its weights are those of the fleet", replica.name)
-        await self.change(self.state.without_failures([replica.name]))
 
     async def _is_paused(self, replica: Replica) -> bool | None:
         """Whether an engine is paused; None if it does not say."""
-        answer = await self._get(replica, "/is_paused")
+        answer = await ask(replica, "/is_paused", _ASK_S)
         return answer.value("is_paused") is True if answer.ok else None
-
-    async def _get(self, replica: Replica, path: str) -> Outcome:
-        """What a route of an engine answers; status 0 without an answer."""
-        try:
-            async with asyncio.timeout(_ASK_S):
-                status, body = await fetch(replica.questions, Request("GET", path))
-        except (ApiError, TimeoutError):
-            return Outcome(replica)
-        return Outcome(replica, status, [], body)
 
     def _tags_of(self, replica: Replica) -> list[WeightTag]:
         return [tag for tag in self._tags if tag.replica == replica.name]
-
-    def _report(self, problem: str) -> None:
-        if problem and not self._problem:
-            log.error("the weights that other processes set cannot be read: %s", problem)
-        elif self._problem and not problem:
-            log.info("the weights that other processes set can be read again")
-        self._problem = problem

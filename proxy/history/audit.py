@@ -8,9 +8,9 @@ difference, such appends with this template render the whole history.
 import json
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from proxy.metrics import Metrics
 from proxy.turn.request import Rendering
 from tokenization import ChatTokenizer
 from tokenization.cache import BoundedCache
+
+Messages = Sequence[Mapping[str, Any]]
 
 log = logging.getLogger("tokenproxy")
 
@@ -27,14 +29,6 @@ MAX_WAITING = 32
 """Number of audits that may wait. Further ones are skipped: under load the share shrinks, and the proxy does
 not slow down."""
 _SHOWN_CHARACTERS = 2_000
-
-
-@dataclass(frozen=True, slots=True)
-class _Append:
-    tokenizer: ChatTokenizer
-    history: Sequence[Mapping[str, Any]]
-    new: Sequence[Mapping[str, Any]]
-    rendering: Rendering
 
 
 class Auditor:
@@ -57,8 +51,8 @@ class Auditor:
     def consider(
         self,
         tokenizer: ChatTokenizer,
-        history: Sequence[Mapping[str, Any]],
-        new: Sequence[Mapping[str, Any]],
+        history: Messages,
+        new: Messages,
         rendering: Rendering,
     ) -> None:
         """Audit an append later, if it is the first of its kind or drawn. Any thread may call it."""
@@ -71,15 +65,24 @@ class Auditor:
             return
         self._audited_kinds.put(kind, True)
         self._waiting += 1
-        self._thread.submit(self._audit, _Append(tokenizer, history, new, rendering))
+        refute = partial(
+            tokenizer.audit,
+            new,
+            history,
+            tools=rendering.parse_tools(),
+            add_generation_prompt=rendering.add_generation_prompt,
+            template_kwargs=rendering.parse_template_kwargs(),
+            folder=self._proof_folder,
+        )
+        self._thread.submit(self._audit, refute, tokenizer.source, new)
 
     def close(self) -> None:
         """Drop the waiting audits, and end the thread after the running one."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _audit(self, append: _Append) -> None:
+    def _audit(self, refute: Callable[[], Messages | None], source: str, new: Messages) -> None:
         try:
-            refuted = self._refute(append)
+            refuted = refute()
         except Exception:  # the boundary of the thread: the append itself succeeded
             log.exception("an append could not be audited")
             return
@@ -87,29 +90,19 @@ class Auditor:
             self._waiting -= 1
         self._metrics.audits.labels("same" if refuted is None else "different").inc()
         if refuted is not None:
-            example = json.dumps({"history": refuted, "new": append.new}, ensure_ascii=False, default=repr)
+            example = json.dumps({"history": refuted, "new": new}, ensure_ascii=False, default=repr)
             log.error(
                 "the chat template of %s appends other text after the whole history than was proved; from "
                 "now on the whole history is rendered. Smallest example found: %s",
-                append.tokenizer.source,
+                source,
                 example[:_SHOWN_CHARACTERS],
             )
-
-    def _refute(self, append: _Append) -> Sequence[Mapping[str, Any]] | None:
-        return append.tokenizer.audit(
-            append.new,
-            append.history,
-            tools=append.rendering.parse_tools(),
-            add_generation_prompt=append.rendering.add_generation_prompt,
-            template_kwargs=append.rendering.parse_template_kwargs(),
-            folder=self._proof_folder,
-        )
 
 
 def _kind(
     tokenizer: ChatTokenizer,
-    history: Sequence[Mapping[str, Any]],
-    new: Sequence[Mapping[str, Any]],
+    history: Messages,
+    new: Messages,
     rendering: Rendering,
 ) -> object:
     """The kind of a conversation: length of the history, last turn, new messages, options."""

@@ -48,7 +48,7 @@ class Claims:
 
     def __init__(self, pins: Pins) -> None:
         self._pins = pins
-        self._claims: list[tuple[str, asyncio.Future[bool]]] = []
+        self._claims: list[asyncio.Future[str | None]] = []
         self._kept: set[str] = set()
         self._rollouts: set[str] = set()
 
@@ -56,20 +56,23 @@ class Claims:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        self._pins.held.subtract(self._rollouts)
-        self._pins.held = +self._pins.held  # without those at zero
-        for turn, claiming in self._claims:
+        held = self._pins.held
+        for rollout in self._rollouts:
+            held[rollout] -= 1
+            if not held[rollout]:
+                del held[rollout]
+        for claiming in self._claims:
             try:
-                if turn not in self._kept and await claiming:
+                if (turn := await claiming) is not None and turn not in self._kept:
                     await self._pins.store.release(turn)
             except StoreError as error:
                 error.report(self._pins.metrics, "a turn that was claimed in vain may stay claimed")
 
-    async def take(self, turn: str) -> bool:
-        """Claim a turn; False if another request was faster. Raises StoreError."""
-        claiming = asyncio.ensure_future(self._pins.store.claim(turn))
+    async def take(self, key: bytes, ids: bytes) -> str | None:
+        """Claim a turn of those with equal ids under a key; None if none is open. Raises StoreError."""
+        claiming = asyncio.ensure_future(self._pins.store.claim(key, ids))
         # if the caller is cancelled, the turn may be claimed still: the end of the block waits for it
-        self._claims.append((turn, claiming))
+        self._claims.append(claiming)
         return await asyncio.shield(claiming)
 
     def keep(self, turn: str) -> None:

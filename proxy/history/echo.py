@@ -14,6 +14,7 @@ no text, and names nothing to another tenant.
 import base64
 import binascii
 import hmac
+import os
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
@@ -21,11 +22,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from proxy.history.cached_turn import CachedTurn
+from proxy.history.cache import CachedTurn
 from proxy.history.store import Store, StoreError
 from proxy.metrics import Metrics
 from proxy.turn.request import ChatRequest
 
+_SECRET, _SECRET_BYTES = "secret", 32
+"""Space of the secret in a store."""
 _TURN_BYTES, _ITEM_BYTES, _SIGNATURE_BYTES = 16, 2, 12
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{40}")
 """A token has 30 bytes, which are 40 characters."""
@@ -112,6 +115,12 @@ def is_unique(call_id: str) -> bool:
     return _UNIQUE.fullmatch(call_id) is not None
 
 
+async def _secret(store: Store) -> bytes:
+    """The same for all processes that share a store; made at the first call. Raises StoreError."""
+    await store.put(_SECRET, "", os.urandom(_SECRET_BYTES), before=None)
+    return (await store.get(_SECRET, [""]))[""]
+
+
 class Echoes:
     """Finds out which turns the tokens of a request name. One per application."""
 
@@ -128,7 +137,7 @@ class Echoes:
         """Makes and reads tokens; None while the store does not respond."""
         if self._signer is None:
             try:
-                self._signer = Signer(await self._store.secret())
+                self._signer = Signer(await _secret(self._store))
             except StoreError as error:
                 error.report(self._metrics, "responses carry no tokens of their turns")
         return self._signer

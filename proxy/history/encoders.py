@@ -1,8 +1,7 @@
 """Threads for tokenising and parsing, which would block the event loop.
 
 Small work has its own threads and never waits for large work. Large work runs one at a time, so that
-tokenising needs the memory of one text only; tenants share its thread fairly. The total size of waiting and
-running work is limited.
+tokenising needs the memory of one text only. The total size of waiting and running work is limited.
 """
 
 import asyncio
@@ -12,7 +11,6 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from proxy.errors import Overloaded
-from proxy.fleet.queue import FairQueue
 
 T = TypeVar("T")
 
@@ -27,8 +25,6 @@ LARGE = 2**18
 """Bytes of text beyond which tokenising is large work: it takes about 0.1 s."""
 LARGE_PARSED = 2**22
 """Bytes of text beyond which parsing, which is faster, is large work."""
-_MAX_WAITING = 10_000
-_LONGEST_WAIT_S = 3_600.0
 _RETRY_AFTER_S = 2
 
 
@@ -39,8 +35,6 @@ class EncoderPool(Executor):
         """`max_bytes`: the most bytes of input that may be processed or wait."""
         self._small = ThreadPoolExecutor(threads, "encode")
         self._large = ThreadPoolExecutor(1, "encode-large")
-        self._large_is_free = True
-        self._queue: FairQueue[bool] = FairQueue(_MAX_WAITING, _LONGEST_WAIT_S, self._free_large)
         self._max_bytes = max_bytes
         self._bytes = 0
 
@@ -55,7 +49,6 @@ class EncoderPool(Executor):
         size: int = 0,
         *,
         tokenises: bool = False,
-        tenant: str = "",
         stop: threading.Event | None = None,
     ) -> T:
         """Run `work` on a thread. Work whose caller is cancelled while it waits is dropped at once.
@@ -63,7 +56,6 @@ class EncoderPool(Executor):
         Args:
             size: bytes of its input; 0 for work that must not be refused.
             tokenises: whether it tokenises its input, and does not only parse it.
-            tenant: for which the work is done.
             stop: is set if the caller is cancelled while the work runs. Threads cannot be killed, so work
                 that may take long checks it.
 
@@ -76,12 +68,9 @@ class EncoderPool(Executor):
                 code="encoders_busy",
                 retry_after=_RETRY_AFTER_S,
             )
+        is_large = size > (LARGE if tokenises else LARGE_PARSED)
+        future = (self._large if is_large else self._small).submit(work)
         self._bytes += size
-        try:
-            future = await self._submit(work, size, LARGE if tokenises else LARGE_PARSED, tenant)
-        except BaseException:  # cancellation too: no work runs that would give the bytes back
-            self._bytes -= size
-            raise
         loop = asyncio.get_running_loop()
         future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._give_back, size))
         try:
@@ -91,31 +80,8 @@ class EncoderPool(Executor):
                 stop.set()
             raise
 
-    async def _submit(self, work: Callable[[], T], size: int, large: int, tenant: str) -> "Future[T]":
-        if size <= large:
-            return self._small.submit(work)
-        await self._queue.acquire(tenant, size, self._take_large)
-        try:
-            future = self._large.submit(work)
-        except BaseException:  # whatever it was, no work runs that would free the thread
-            self._free_large(True)
-            raise
-        loop = asyncio.get_running_loop()
-        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._free_large, True))
-        return future
-
     def _give_back(self, size: int) -> None:
         self._bytes -= size
-
-    def _take_large(self) -> bool | None:
-        if not self._large_is_free:
-            return None
-        self._large_is_free = False
-        return True
-
-    def _free_large(self, taken: bool) -> None:
-        self._large_is_free = taken
-        self._queue.wake()
 
     def submit(self, work: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
         """See `Executor.submit`."""

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 
+from proxy.history.consumers import consumers
 from proxy.history.store import Store, StoreError
 from proxy.metrics import Metrics
 
@@ -34,7 +35,7 @@ async def finish_idle_forever(store: Store, metrics: Metrics, after_s: float) ->
 
 async def _finish_idle(store: Store, before: float) -> None:
     while True:
-        if await store.feed.finish_idle(before, STEP) < STEP:
+        if await store.finish_idle(before, STEP) < STEP:
             return
         await asyncio.sleep(PAUSE_S)
 
@@ -59,7 +60,7 @@ async def _report_consumers(store: Store, metrics: Metrics, before: set[str]) ->
     now = time.time()
     waiting: dict[str, int] = {}
     oldest_s: dict[str, float] = {}
-    for consumer in await store.feed.consumers():
+    for consumer in await consumers(store):
         if len(waiting) == MOST_REPORTED and consumer.name not in waiting:
             continue
         waiting[consumer.name] = waiting.get(consumer.name, 0) + consumer.waiting

@@ -51,7 +51,7 @@ class FeedWatch:
         while True:
             await self._needed.wait()
             try:
-                end = await self._store.feed.end()
+                end = (await self._store.feed_state()).end
             except StoreError as error:
                 # those who wait are woken when the store responds again, or get the error when they read next
                 log.log(error.level, "the feed cannot be watched: %s", error)

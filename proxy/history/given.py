@@ -1,51 +1,93 @@
-"""Prompts with ids from the client: appends messages to them, and finds where their turns are recorded."""
+"""Prompts with ids from the client: appends messages to them, places their images and their turns."""
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from threading import Event
 from typing import Any
 
 import msgspec
 
 from proxy.errors import BadRequest, NotReady, Unsupported
-from proxy.history.audit import Auditor
-from proxy.history.cached_turn import CachedTurn
+from proxy.history.appending import (
+    Appended,
+    NewMessages,
+    Prefix,
+    append,
+    is_truncated,
+    prefix_of,
+    suffix,
+    too_long,
+)
+from proxy.history.audit import Messages
 from proxy.history.claims import Claims
-from proxy.history.context import check_ids_fit, is_truncated, too_long
-from proxy.history.continuation import continue_ids, continue_turn
 from proxy.history.conversation import Conversation
-from proxy.history.given_images import no_images, objects
-from proxy.history.images import NotLoadable, place, refs_in
-from proxy.history.matcher import AmbiguousImages, Match, same_images
+from proxy.history.images import ImageModel, ImageRef, NotLoadable, place, refs_in
+from proxy.history.match import Match, same_images
 from proxy.history.placing import UNREADABLE, Placer
-from proxy.history.plan import Placement, ServedModel
-from proxy.history.prompt_image import PromptImage
-from proxy.history.store import session_id
-from proxy.history.turn import request_time
+from proxy.history.plan import Extended, Given, Placement, PromptPlan, ServedModel
+from proxy.history.turn import PromptImage, request_time, unpack_ids
+from proxy.history.vocabulary import Reason
 from proxy.turn.request import ChatRequest, GivenIds
-from tokenization import ChatTokenizer, InvalidIds, TemplateUnsupported, TokenizationError, ids
+from tokenization import InvalidIds, TemplateUnsupported, TokenizationError, ids
 from tokenization.encoder import Limit
 from tokenization.errors import TooManyIds
+from tokenization.placeholders import PlaceholdersDiffer
 
 _APPEND = "append_messages"
+_split = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_parse = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-@dataclass(frozen=True, slots=True)
-class AppendedMessages:
-    """Given ids with messages after them."""
+async def plan_given(
+    placer: Placer, request: ChatRequest, given: GivenIds, model: ServedModel, claims: Claims
+) -> PromptPlan:
+    """Plan a prompt of given ids, with the messages that the request appends to them.
 
-    prompt: bytes
-    """The whole prompt as a compact JSON array."""
-    appended: list[int]
-    """The ids after the given ones."""
-    images: list[PromptImage]
-    """The images in `appended`."""
+    Raises:
+        BadRequest: as `place_images`, `append_messages` and `place_given`.
+        Unsupported, Overloaded, NotReady: as `append_messages`.
+    """
+    given, images = await place_images(placer, request, given, model)
+    if request.append is None:
+        check_ids_fit(request, given, model)
+        prompt = ids.compact(given.raw)
+        placement = await place_given(placer, request, prompt, model, claims, images)
+        return Given(
+            placement=placement,
+            reason=Reason.IDS_GIVEN,
+            prompt=prompt,
+            reused=given.count,
+            appended=0,
+            images=images,
+        )
+    whole = await append_messages(placer, request, given, model)
+    images = (*images, *whole.images)
+    placement = await place_given(placer, request, whole.prompt, model, claims, images)
+    return Extended(
+        placement=placement,
+        prompt=whole.prompt,
+        reused=given.count,
+        appended=whole.appended,
+        images=images,
+    )
+
+
+def check_ids_fit(request: ChatRequest, given: GivenIds, model: ServedModel) -> None:
+    """Refuse given ids that are longer than the context, unless the engine is to truncate them.
+
+    Raises:
+        BadRequest: they are longer; `param` is the client's name for them.
+    """
+    if is_truncated(request):
+        return
+    if model.max_model_len is not None and given.count > model.max_model_len:
+        raise too_long(given.count, model.max_model_len, given.field)
 
 
 async def append_messages(
     placer: Placer, request: ChatRequest, given: GivenIds, model: ServedModel, *, to_complete: bool = True
-) -> AppendedMessages:
+) -> Appended:
     """Append messages to given ids with the chat template.
 
     Args:
@@ -53,8 +95,8 @@ async def append_messages(
             Otherwise only the appended ids must.
 
     Raises:
-        BadRequest: the template refuses the messages, or an image is invalid.
-        BadRequest: the prompt is longer than the model's context.
+        BadRequest: the template refuses the messages, an image is invalid, or the prompt is longer than the
+            model's context.
         Unsupported: there is no tokenizer, or no exact append for this template.
         Overloaded: the limit of concurrent tokenising is reached.
         NotReady: there is no history, and the template has not been examined yet.
@@ -66,93 +108,51 @@ async def append_messages(
         check_ids_fit(request, given, model)
     before = given.count if to_complete and not is_truncated(request) else 0
     most_ids = None if model.max_model_len is None else model.max_model_len - before
-    stop = threading.Event()
-    limit = Limit(most_ids, stop.is_set)
+    raw = request.append or b"[]"
 
-    def append() -> tuple[bytes, list[int]]:
-        return _append(tokenizer, request, given, placer.auditor, limit)
+    def parse() -> tuple[Messages, Messages | None]:
+        new, history = objects(raw, _APPEND), _history(request)
+        if history and history[-1].get("role") == "assistant":
+            return new, history
+        if tokenizer.proof is None:
+            raise NotReady(
+                "the chat template is still being examined, which takes seconds after the start: send the "
+                "conversation as `messages` too, or try again",
+                param="messages",
+                code="template_unproved",
+            )
+        return new, None
 
-    with _as_api_errors(given, before, model):
-        _refuse_reserved(tokenizer, request)
-        size = len(request.append or b"[]") + len(request.messages)
-        prompt, appended = await placer.encoders.run(
-            append, size, tokenises=True, tenant=request.tenant, stop=stop
-        )
-        if model.images is None or not (_APPEND in request.media or model.images.placeholder in appended):
-            return AppendedMessages(prompt, appended, [])
-        try:
-            messages = objects(request.append or b"[]", _APPEND) if _APPEND in request.media else []
-            refs = refs_in(messages, _APPEND)
-            loaded = await placer.images.load(refs, model.images, _APPEND, request.tenant)
-            appended, images = place(appended, model.images, loaded, given.count)
-        except NotLoadable as error:
-            raise BadRequest(str(error), param=_APPEND, code="image_not_loaded") from error
-        return AppendedMessages(ids.join(ids.compact(given.raw), appended), appended, images)
-
-
-def _append(
-    tokenizer: ChatTokenizer, request: ChatRequest, given: GivenIds, auditor: Auditor, limit: Limit
-) -> tuple[bytes, list[int]]:
-    """Parse and tokenise the messages to append. Takes long: call it on an encoder thread."""
-    appended = request.append or b"[]"
-    new = objects(appended, "append_messages")
-    history = _history(request, len(new))
-    if history is None and tokenizer.proof is None:
-        raise NotReady(
-            "the chat template is still being examined, which takes seconds after the start: send the "
-            "conversation as `messages` too, or try again",
-            param="messages",
-            code="template_unproved",
-        )
-    raw = ids.compact(given.raw)
-    return continue_ids(tokenizer, raw, new, request.rendering, history=history, auditor=auditor, limit=limit)
-
-
-def _history(request: ChatRequest, new: int) -> list[dict[str, Any]] | None:
-    """The messages that led to the given ids; None if the request does not hold them.
-
-    Args:
-        new: number of messages to append. They are the end of the request's messages.
-    """
-    if not request.messages:
-        return None
-    whole = objects(request.messages, "messages")
-    earlier = whole[: len(whole) - new]
-    return earlier if earlier and earlier[-1].get("role") == "assistant" else None
-
-
-def _refuse_reserved(tokenizer: ChatTokenizer, request: ChatRequest) -> None:
-    """Raise BadRequest if the template arguments hold an argument of the renderer."""
-    if reserved := tokenizer.reserved(request.rendering.parse_template_kwargs()):
-        raise BadRequest(
-            f"`chat_template_kwargs` cannot set {', '.join(reserved)} together with `append_messages`",
-            param="chat_template_kwargs",
-        )
-
-
-@contextmanager
-def _as_api_errors(given: GivenIds, before: int, model: ServedModel) -> Iterator[None]:
-    """Replace the errors of an append by API errors that name the request's field.
-
-    Args:
-        before: number of ids before the appended ones that count against the model's context.
-    """
     try:
-        yield
+        if reserved := tokenizer.reserved(request.rendering.parse_template_kwargs()):
+            raise BadRequest(
+                f"`chat_template_kwargs` cannot set {', '.join(reserved)} together with `append_messages`",
+                param="chat_template_kwargs",
+            )
+        prefix = Prefix(ids.compact(given.raw), given.count)
+        new = NewMessages(_APPEND, 0, parse, _APPEND in request.media, len(raw) + len(request.messages))
+        return await append(placer, request, model, tokenizer, prefix, new, most_ids)
     except TooManyIds as error:
         assert model.max_model_len is not None  # else there is no limit
-        count = before + error.count
-        raise too_long(count, model.max_model_len, "append_messages", at_least=error.at_least) from error
+        raise too_long(before + error.count, model.max_model_len, _APPEND, at_least=error.at_least) from error
     except msgspec.DecodeError as error:
         raise BadRequest(f"`tools`: {error}", param="tools") from error
     except TemplateUnsupported as error:
         raise Unsupported(
-            f"cannot append exactly: {error}", param="append_messages", code="template_unsupported"
+            f"cannot append exactly: {error}", param=_APPEND, code="template_unsupported"
         ) from error
     except InvalidIds as error:
         raise BadRequest(f"`{given.field}` {error}", param=given.field) from error
+    except NotLoadable as error:
+        raise BadRequest(str(error), param=_APPEND, code="image_not_loaded") from error
     except TokenizationError as error:
-        raise BadRequest(f"`append_messages`: {error}", param="append_messages") from error
+        raise BadRequest(f"`{_APPEND}`: {error}", param=_APPEND) from error
+
+
+def _history(request: ChatRequest) -> list[dict[str, Any]]:
+    """The messages before those to append, which are the end of the request's messages. Raises BadRequest."""
+    messages = objects(request.messages, "messages") if request.messages else []
+    return messages[: len(messages) - len(_split(request.append or b"[]"))]
 
 
 async def place_given(
@@ -179,8 +179,7 @@ async def place_given(
     whole = bool(request.messages)
     try:
         messages = request.messages or request.append or b"[]"
-        conversation = await placer.parse(request, messages)
-        scope = placer.scope(request, model)
+        conversation, scope = await placer.identify(request, messages, model)
     except UNREADABLE:
         return placer.nowhere(request, model)  # the engine refuses them
     if not request.record:
@@ -188,7 +187,11 @@ async def place_given(
     match = Match()
     if whole:
         match = await placer.match(
-            request, conversation, scope, claims, lambda turn: _continues(turn, prompt, images)
+            request,
+            conversation,
+            scope,
+            claims,
+            lambda turn: turn.begins(prompt) and same_images(turn.images, images[: len(turn.images)]),
         )
     proved = whole and await _proves(placer, conversation, match, prompt, request, model)
     if request.session is None and not whole:
@@ -197,12 +200,12 @@ async def place_given(
     parent, first_new = match.turn, match.end + 1
     if parent is not None and parent.rollout != placement.session.id:
         parent = None
-    if parent is None and request.session is not None:
-        rollout = session_id(request.tenant, request.session.name)
-        if model.images is None:
-            parent = await _without_images(placer, prompt, rollout, request)
-        else:
-            parent = await placer.longest_prefix(prompt, rollout, images)
+    if parent is None:
+        turns = await placer.longest_in_session(request, prompt, images if model.images else None)
+        if model.images is None and any(turn.images for turn in turns):
+            # without its images, the engine would read the placeholders as text
+            raise no_images(request.given.field if request.given else "messages")
+        parent = turns[0] if turns else None
         first_new = conversation.ends[0] + 1 if whole and conversation.ends else 0
     return replace(
         placement,
@@ -214,28 +217,6 @@ async def place_given(
     )
 
 
-def _continues(turn: CachedTurn, prompt: bytes, images: Sequence[PromptImage]) -> bool:
-    """Whether a prompt with these images begins with the ids and the images of a turn."""
-    return turn.begins(prompt) and same_images(turn.images, images[: len(turn.images)])
-
-
-async def _without_images(
-    placer: Placer, prompt: bytes, rollout: str, request: ChatRequest
-) -> CachedTurn | None:
-    """The turn of a rollout that a prompt continues on an engine that takes no images together with ids.
-
-    Raises:
-        BadRequest: the turn holds images: without them, the engine would read their placeholders as text.
-    """
-    try:
-        turn = await placer.longest_prefix(prompt, rollout)
-        if turn is None or not turn.images:
-            return turn
-    except AmbiguousImages:
-        pass  # at least one of these turns holds images
-    raise no_images(request.given.field if request.given else "messages")
-
-
 async def _proves(
     placer: Placer,
     conversation: Conversation,
@@ -245,35 +226,129 @@ async def _proves(
     model: ServedModel,
 ) -> bool:
     """Whether a prompt equals the proxy's own: recorded ids, then the template's suffix."""
-    tokenizer = model.tokenizer
+    tokenizer, rendering, turn = model.tokenizer, request.rendering, match.turn
     if tokenizer is None or conversation.media or not request.findable:
         return False
-    if match.turn is None and conversation.holds_assistant:
+    if turn is None and conversation.holds_assistant:
         return False  # its earlier turns were sampled elsewhere: a rendering proves nothing about them
 
-    stop = threading.Event()
+    stop = Event()
     # stop at more ids than the prompt has: they cannot be equal
     limit = Limit(ids.check(prompt), stop.is_set)
+    first = match.end + 1
 
     def prove() -> bool:
+        new = conversation.parse(first, len(conversation.raws))
         try:
-            if match.turn is not None:
-                expected, _ = continue_turn(
-                    tokenizer, match.turn, conversation, match.end, request.rendering, limit=limit
-                )
-            else:
-                expected = ids.dump(
-                    tokenizer.render(
-                        conversation.parse(0, len(conversation.raws)),
-                        tools=request.rendering.parse_tools(),
-                        add_generation_prompt=request.rendering.add_generation_prompt,
-                        template_kwargs=request.rendering.parse_template_kwargs(),
-                        limit=limit,
-                    )
-                )
+            if turn is not None:
+                history = conversation.history(first)
+                appended = suffix(tokenizer, prefix_of(turn), new, rendering, history, limit=limit)
+                return ids.join(turn.ids, appended) == prompt
+            rendered = tokenizer.render(
+                new,
+                tools=rendering.parse_tools(),
+                add_generation_prompt=rendering.add_generation_prompt,
+                template_kwargs=rendering.parse_template_kwargs(),
+                limit=limit,
+            )
         except TokenizationError:
             return False
-        return expected == prompt
+        return ids.dump(rendered) == prompt
 
-    size = sum(memoryview(raw).nbytes for raw in conversation.raws[match.end + 1 :])
-    return await placer.encoders.run(prove, size, tokenises=True, tenant=request.tenant, stop=stop)
+    size = sum(memoryview(raw).nbytes for raw in conversation.raws[first:])
+    return await placer.encoders.run(prove, size, tokenises=True, stop=stop)
+
+
+async def place_images(
+    placer: Placer, request: ChatRequest, given: GivenIds, model: ServedModel
+) -> tuple[GivenIds, tuple[PromptImage, ...]]:
+    """The given ids with every image expanded, and where the images are in them.
+
+    Images come from the request's `images`, else from its `messages`, else from the recorded turn of the
+    session whose ids the prompt begins with. Each placeholder is expanded exactly once, however it came.
+
+    Raises:
+        BadRequest: the images are not those of the placeholders, one is invalid, or the engine takes no
+            images together with ids.
+    """
+    images, placeholder = model.images, model.placeholder
+    if images is None and (request.images or request.media):
+        raise no_images(request.media[0] if request.media else request.images_field)
+    holds_placeholder = (
+        placeholder is not None and re.search(rb"[\[,\s]%d[\],\s]" % placeholder, given.raw) is not None
+    )
+    if not request.images and not holds_placeholder:
+        return given, ()
+    if images is None:
+        # without its images, the engine would read the placeholders as text
+        raise no_images(given.field)
+    field = request.images_field if request.images is not None else "messages"
+    if request.images is None and "messages" not in request.media:
+        return given, await _recorded_images(placer, request, given, images)
+    try:
+        if request.images is not None:
+            refs = [ImageRef(f"{field}[{index}]", url) for index, url in enumerate(request.images)]
+        else:
+            refs = refs_in(_history(request), field)
+        loaded = await placer.images.load(refs, images, field)
+        expanded, prompt_images = place(_unpack(given), images, loaded, 0)
+    except NotLoadable as error:
+        raise BadRequest(str(error), param=field, code="image_not_loaded") from error
+    except PlaceholdersDiffer as error:
+        raise BadRequest(f"`{given.field}` and `{field}`: {error}", param=field) from error
+    return replace(given, raw=ids.dump(expanded), count=len(expanded)), tuple(prompt_images)
+
+
+def _unpack(given: GivenIds) -> list[int]:
+    """The given ids as integers. Raises BadRequest if one has more than 32 bits."""
+    try:
+        return unpack_ids(ids.pack(given.raw))
+    except InvalidIds as error:
+        raise BadRequest(f"`{given.field}` {error}", param=given.field) from error
+
+
+def no_images(field: str) -> BadRequest:
+    """The error for images next to ids on an engine that does not take them so."""
+    return BadRequest(
+        f"`{field}` holds images, and this engine takes no images together with prompt ids: serve a model of "
+        "images whose chat template takes parts, start vLLM with --enable-scale-out, and send no `stop` "
+        "strings",
+        param=field,
+        code="no_images",
+    )
+
+
+async def _recorded_images(
+    placer: Placer, request: ChatRequest, given: GivenIds, model: ImageModel
+) -> tuple[PromptImage, ...]:
+    """The images of the recorded turn that given ids begin with. Raises BadRequest."""
+    turns = await placer.longest_in_session(request, ids.compact(given.raw))
+    recorded, problem = turns[0].images if turns else (), ""
+    if not all(same_images(turn.images, recorded) for turn in turns):
+        problem = (
+            f"recorded turns with the ids of `{given.field}` hold different images: send those of the prompt"
+        )
+    outside = _unpack(given)
+    for image in reversed(recorded):
+        del outside[image.offset : image.offset + image.length]
+    if not problem and model.placeholder in outside:
+        problem = (
+            f"`{given.field}` holds the placeholder of images, {model.placeholder}, and its images are not "
+            "recorded: send them"
+        )
+    if problem:
+        raise BadRequest(
+            f"{problem} in `{request.images_field}`, or send the conversation as `messages`",
+            param=request.images_field,
+            code="images_missing",
+        )
+    return recorded
+
+
+def objects(raw: bytes, field: str) -> list[dict[str, Any]]:
+    """A JSON array of objects. Raises BadRequest, naming `field`."""
+    try:
+        # one by one, because parsing holds the GIL
+        return [_parse(each) for each in _split(raw)]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"`{field}`: {error}", param=field) from error

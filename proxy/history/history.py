@@ -11,7 +11,7 @@ from proxy.history.encoders import EncoderPool
 from proxy.history.feed_tasks import finish_idle_forever, report_consumers_forever
 from proxy.history.feed_watch import FeedWatch
 from proxy.history.images import ImageLoader
-from proxy.history.matcher import Matcher
+from proxy.history.match import Matcher
 from proxy.history.placing import Placer
 from proxy.history.planner import Planner
 from proxy.history.recorder import Recorder

@@ -13,7 +13,7 @@ import msgspec
 
 from proxy.errors import BadRequest
 from proxy.history.encoders import EncoderPool
-from proxy.history.prompt_image import PromptImage
+from proxy.history.turn import PromptImage
 from proxy.images import Image, ImageLimits, InvalidImage, check_image, decode_image
 from proxy.media import media_kind
 from tokenization import ids
@@ -100,9 +100,7 @@ class ImageLoader:
     fetch: Fetch | None = None
     """For images from the web; None if they are not loaded."""
 
-    async def load(
-        self, refs: Sequence[ImageRef], model: ImageModel, name: str, tenant: str
-    ) -> list[LoadedImage]:
+    async def load(self, refs: Sequence[ImageRef], model: ImageModel, name: str) -> list[LoadedImage]:
         """The images in the field `name` of a request, each with the ids that it takes.
 
         Raises:
@@ -115,23 +113,23 @@ class ImageLoader:
             raise BadRequest(
                 f"`{name}` holds {len(refs)} images; at most {MAX_IMAGES} are accepted", param=name
             )
-        return list(await asyncio.gather(*(self._load(ref, model, name, tenant) for ref in refs)))
+        return list(await asyncio.gather(*(self._load(ref, model, name) for ref in refs)))
 
-    async def _load(self, ref: ImageRef, model: ImageModel, name: str, tenant: str) -> LoadedImage:
+    async def _load(self, ref: ImageRef, model: ImageModel, name: str) -> LoadedImage:
         try:
-            image = await self._image(ref, tenant)
+            image = await self._image(ref)
             return LoadedImage(image, await model.ids_of(image))
         except InvalidImage as error:
             raise BadRequest(f"`{ref.where}`: {error}", param=name, code="invalid_image") from error
 
-    async def _image(self, ref: ImageRef, tenant: str) -> Image:
+    async def _image(self, ref: ImageRef) -> Image:
         limits = self.limits
         if not ref.url[:8].lower().startswith(_WEB):
-            return await self.encoders.run(lambda: decode_image(ref.url, limits), len(ref.url), tenant=tenant)
+            return await self.encoders.run(lambda: decode_image(ref.url, limits), len(ref.url))
         if self.fetch is None:
             raise NotLoadable(f"`{ref.where}` is an image on the web (`image_hosts`)")
         data = await self.fetch(ref.url)
-        return await self.encoders.run(lambda: check_image(data, limits), len(data), tenant=tenant)
+        return await self.encoders.run(lambda: check_image(data, limits), len(data))
 
 
 def place(

@@ -1,7 +1,6 @@
 """Finds where the turn of a request is recorded: its conversation, scope, match and rollout."""
 
 import asyncio
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,23 +9,19 @@ from functools import partial
 import msgspec
 
 from proxy.history.audit import Auditor
-from proxy.history.cache import TurnCache
-from proxy.history.cached_turn import CachedTurn
+from proxy.history.cache import CachedTurn, TurnCache
 from proxy.history.claims import Claims
 from proxy.history.conversation import Conversation
 from proxy.history.encoders import WORTH_A_THREAD_BYTES, EncoderPool
-from proxy.history.ids_index import match_ids
+from proxy.history.identity import Scope, raw_key, scope_parts
 from proxy.history.images import ImageLoader
-from proxy.history.matcher import Match, Matcher
-from proxy.history.origin import origin_of
+from proxy.history.match import Match, Matcher
 from proxy.history.plan import Placement, ServedModel
-from proxy.history.prompt_image import PromptImage
-from proxy.history.scope import Scope, raw_key, scope_parts
 from proxy.history.store import FOUND_AT_MOST, Session, Store, StoreError, session_id
-from proxy.history.turn import new_id, request_time
+from proxy.history.turn import PromptImage, new_id, request_time
 from proxy.history.vocabulary import Reason
 from proxy.metrics import Metrics
-from proxy.turn.request import ChatRequest, Rendering
+from proxy.turn.request import ChatRequest
 from tokenization import TokenizationError
 from tokenization.cache import BoundedCache
 from tokenization.canonical import NO_DEFAULTS, ArgumentDefaults, argument_defaults
@@ -46,35 +41,33 @@ class Placer:
     metrics: Metrics
     auditor: Auditor
     images: ImageLoader
-    _defaults: BoundedCache[bytes, ArgumentDefaults] = field(default_factory=lambda: BoundedCache(1024))
-    _parts: BoundedCache[bytes, tuple[bytes, ...]] = field(default_factory=lambda: BoundedCache(1024))
+    _read: BoundedCache[bytes, tuple[tuple[bytes, ...], ArgumentDefaults]] = field(
+        default_factory=lambda: BoundedCache(1024)
+    )
 
-    async def parse(self, request: ChatRequest, messages: bytes) -> Conversation:
-        """The conversation of a request whose messages are a JSON array.
+    async def identify(
+        self, request: ChatRequest, messages: bytes, model: ServedModel
+    ) -> tuple[Conversation, Scope]:
+        """The conversation in a JSON array of messages, and its scope on an engine.
 
         Raises one of `UNREADABLE`, or Overloaded.
         """
-        defaults = self._defaults_of(request.rendering)
-        if len(messages) < WORTH_A_THREAD_BYTES:
-            return self.cache.parse(messages, defaults)
-        parse = partial(self.cache.parse, messages, defaults)
-        return await self.encoders.run(parse, len(messages), tenant=request.tenant)
-
-    def _defaults_of(self, rendering: Rendering) -> ArgumentDefaults:
-        """What the tools declare as defaults of their arguments. Raises one of `UNREADABLE`."""
-        if b'"default"' not in rendering.tools:
-            return NO_DEFAULTS
-        key = hashlib.blake2b(rendering.tools, digest_size=16).digest()
-        return self._defaults.get_or_make(key, lambda: argument_defaults(rendering.parse_tools() or ()))
-
-    def scope(self, request: ChatRequest, model: ServedModel) -> Scope:
-        """The scope of a request on an engine. Raises one of `UNREADABLE`."""
-        name = request.model or model.name
+        name, rendering = request.model or model.name, request.rendering
         fingerprint = model.tokenizer.fingerprint if model.tokenizer else ""
-        arguments = (request.rendering, model.rendered_fields, name, fingerprint)
-        parts = self._parts.get_or_make(raw_key(*arguments), lambda: scope_parts(*arguments))
+        arguments = (rendering, model.rendered_fields, name, fingerprint)
+
+        def read() -> tuple[tuple[bytes, ...], ArgumentDefaults]:
+            tools = rendering.parse_tools() if b'"default"' in rendering.tools else None
+            return scope_parts(*arguments), argument_defaults(tools) if tools else NO_DEFAULTS
+
+        parts, defaults = self._read.get_or_make(raw_key(*arguments), read)
         session = request.session.name if request.session is not None and request.session.explicit else None
-        return Scope(request.tenant, session, name, request.rendering, parts)
+        parse = partial(self.cache.parse, messages, defaults)
+        if len(messages) < WORTH_A_THREAD_BYTES:
+            conversation = parse()
+        else:
+            conversation = await self.encoders.run(parse, len(messages))
+        return conversation, Scope(request.tenant, session, name, rendering, parts)
 
     async def match(
         self,
@@ -116,23 +109,29 @@ class Placer:
             StoreError: the store does not respond.
         """
         named, only = _rollouts_of(request)
-        match = await match_ids(self.matcher, prompt, scope, only)
+        match = await self.matcher.match_ids(prompt, scope, only)
         if named is not None:
-            newest = await self.matcher.longest_of(await self.store.newest(named, FOUND_AT_MOST), prompt)
-            longer = newest is not None and (match.turn is None or newest.count > match.turn.count)
-            if newest is not None and longer and not newest.images:
-                return Match(newest)
+            newest = await self.matcher.longest(await self.store.newest(named, FOUND_AT_MOST), prompt)
+            if newest and (match.turn is None or newest[0].count > match.turn.count) and not newest[0].images:
+                return Match(newest[0])
         return await self.matcher.claim(match, claims)
 
-    async def longest_prefix(
-        self, prompt: bytes, rollout: str, images: Sequence[PromptImage] | None = None
-    ) -> CachedTurn | None:
-        """See `Matcher.longest_prefix`; None too if the store does not respond. Raises AmbiguousImages."""
+    async def longest_in_session(
+        self, request: ChatRequest, prompt: bytes, images: Sequence[PromptImage] | None = None
+    ) -> list[CachedTurn]:
+        """The turns of a request's session with the most ids that a prompt begins with, as `Matcher.longest`.
+
+        There are none without a session, or if the store does not respond.
+        """
+        if request.session is None:
+            return []
         try:
-            return await self.matcher.longest_prefix(prompt, rollout, images)
+            return await self.matcher.longest_in(
+                session_id(request.tenant, request.session.name), prompt, images
+            )
         except StoreError as error:
             error.report(self.metrics, "a turn is recorded without the one before it")
-            return None
+            return []
 
     def place(
         self,
@@ -143,30 +142,33 @@ class Placer:
         match: Match,
     ) -> Placement:
         """Choose a request's rollout: its session, else that of the turn it continues, else a new one."""
-        now = time.time()
+        now, turn = time.time(), match.turn
+        explicit = new = False
         if request.session is not None:
             rollout, explicit = session_id(request.tenant, request.session.name), request.session.explicit
-        elif match.turn is not None and match.same_rollout:
-            rollout, explicit = match.turn.rollout, False
+        elif turn is not None and match.same_rollout:
+            rollout = turn.rollout
         else:
-            rollout, explicit = session_id(request.tenant, new_id()), False
+            rollout, new = session_id(request.tenant, new_id()), True
         return Placement(
-            session=Session(id=rollout, tenant=request.tenant, explicit=explicit, created=now, used=now),
+            request=request,
+            session=Session(
+                id=rollout,
+                tenant=request.tenant,
+                explicit=explicit,
+                ambiguous=match.shared is not None or match.reason is Reason.AMBIGUOUS,
+                created=now,
+                used=now,
+            ),
             scope=scope,
             conversation=conversation if request.record else None,
-            new_rollout=request.session is None and (match.turn is None or not match.same_rollout),
+            new_rollout=new,
             findable=request.findable,
             candidates=match.candidates,
-            holder=match.turn.replica if match.turn is not None else "",
-            held_since=request_time(match.turn.id) if match.turn is not None else 0.0,
-            claimed=match.turn.id if match.turn is not None and match.claimed else None,
+            holder=turn.replica if turn is not None else "",
+            held_since=request_time(turn.id) if turn is not None else 0.0,
+            claimed=turn.id if turn is not None and match.claimed else None,
             logprobs_mode=model.logprobs_mode,
-            temperature=request.temperature,
-            choices=request.choices,
-            media=request.prompt_media,
-            origin=origin_of(request.headers),
-            requested_model=request.requested_model,
-            routed_experts_start=request.routed_experts_start,
         )
 
     def nowhere(self, request: ChatRequest, model: ServedModel) -> Placement:

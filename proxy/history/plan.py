@@ -5,15 +5,14 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from proxy.errors import ApiError
-from proxy.history.cached_turn import CachedTurn
+from proxy.history.cache import CachedTurn
 from proxy.history.conversation import Conversation
+from proxy.history.identity import Scope
 from proxy.history.images import ImageModel, LoadedImage
-from proxy.history.origin import Origin
-from proxy.history.prompt_image import PromptImage
-from proxy.history.scope import Scope
 from proxy.history.store import Session
-from proxy.history.turn import new_id
+from proxy.history.turn import PromptImage, new_id
 from proxy.history.vocabulary import Reason, Source
+from proxy.turn.request import ChatRequest
 from tokenization import ChatTokenizer
 
 
@@ -52,6 +51,7 @@ class ServedModel:
 class Placement:
     """Where the turn of a request is recorded."""
 
+    request: ChatRequest
     session: Session
     """The rollout it belongs to; created when the turn is recorded."""
     scope: Scope
@@ -76,17 +76,8 @@ class Placement:
     claimed: str | None = None
     """A turn that was claimed for this request."""
     logprobs_mode: str = ""
-    temperature: float | None = None
-    choices: int = 1
-    media: bool = False
-    """Whether the prompt holds media that are not in the messages."""
     found_by_ids: bool = False
     """Whether prompts that begin with the turn's ids find it, in any rollout of the scope."""
-    origin: Origin = field(default_factory=Origin)
-    requested_model: str = ""
-    """See `Turn.requested_model`."""
-    routed_experts_start: int = 0
-    """See `Turn.routed_experts_start`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

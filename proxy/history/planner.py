@@ -7,26 +7,30 @@ Law, for every plan that continues a recorded turn:
 A prompt is planned once, for the model of the fleet; after a failure another replica gets the same plan.
 """
 
-import threading
 from dataclasses import dataclass, replace
 
-from proxy.history.cached_turn import CachedTurn
+from proxy.history.appending import (
+    NewMessages,
+    append,
+    is_truncated,
+    most_prompt_ids,
+    prefix_of,
+    shows_dropped_thinking,
+    too_long,
+)
 from proxy.history.claims import Claims
-from proxy.history.context import check_ids_fit, most_prompt_ids, too_long
-from proxy.history.continuation import continue_turn
 from proxy.history.conversation import Conversation
-from proxy.history.given import append_messages, place_given
-from proxy.history.given_images import place_images
-from proxy.history.images import ImageModel, LoadedImage, NotLoadable, place, refs_in
-from proxy.history.matcher import Match
+from proxy.history.given import check_ids_fit, place_given, plan_given
+from proxy.history.images import NotLoadable, refs_in
+from proxy.history.match import Match
 from proxy.history.placing import UNREADABLE, Placer
 from proxy.history.plan import Extended, Given, Placement, PromptPlan, Rendered, ServedModel
-from proxy.history.prompts import plan_prompts
-from proxy.history.thinking import shows_dropped_thinking
+from proxy.history.store import StoreError
+from proxy.history.store_time import add_store_time
+from proxy.history.turn import new_id
 from proxy.history.vocabulary import Reason
-from proxy.turn.request import ChatRequest, GivenIds, Rendering, ThinkingPolicy
-from tokenization import ChatTokenizer, InvalidMessages, TemplateUnsupported, ids
-from tokenization.encoder import Limit
+from proxy.turn.request import ChatRequest, GivenIds, ThinkingPolicy
+from tokenization import InvalidMessages, TemplateUnsupported, ids
 from tokenization.errors import TooManyIds
 from tokenization.placeholders import PlaceholdersDiffer
 
@@ -35,6 +39,8 @@ _HINT = (
     "proxy's setting `overflow: render` lets it continue from a new rendering."
 )
 _EXTENDABLE = (None, Reason.HISTORY_EDITED, Reason.CALL_REPAIRED)
+_PROMPT_S = 0.02
+"""Seconds that a request waits longer for the store for each prompt after the first."""
 
 
 @dataclass(slots=True)
@@ -59,30 +65,42 @@ class Planner:
             Unsupported: messages cannot be appended exactly.
         """
         if request.prompts:
-            return await plan_prompts(self.placer, request, model, claims)
+            return await self._plan_prompts(request, model, claims)
         if request.given is not None:
-            return await self._plan_given(request, request.given, model, claims)
+            return await plan_given(self.placer, request, request.given, model, claims)
         try:
-            conversation = await self.placer.parse(request, request.messages)
-            scope = self.placer.scope(request, model)
+            conversation, scope = await self.placer.identify(request, request.messages, model)
         except UNREADABLE:
             return Rendered(placement=self.placer.nowhere(request, model), reason=Reason.UNREADABLE)
         match = await self.placer.match(request, conversation, scope, claims)
         placement = self.placer.place(request, model, scope, conversation, match)
+        reason = match.reason
         if request.token_route:
-            return await self._rendered(request, placement, conversation, Reason.NO_IDS, model)
-        if request.special == Reason.IDS_GIVEN:
+            reason = Reason.NO_IDS
+        elif request.special == Reason.IDS_GIVEN:
             # the engine reads them from the request itself
             return Given(placement=placement, reason=Reason.IDS_GIVEN, prompt=b"", reused=0, appended=0)
-        reason = match.reason
-        if reason != Reason.FIRST_TURN:
-            reason = _must_render(request, conversation, model) or match.reason
-        plan: PromptPlan | Reason | None = reason
+        elif reason != Reason.FIRST_TURN:
+            reason = _must_render(request, conversation, model) or reason
         if match.turn is not None and reason in _EXTENDABLE:
             plan = await self._extend(request, placement, conversation, match, reason, model)
-        if isinstance(plan, PromptPlan):
-            return plan
-        return await self._rendered(request, placement, conversation, plan, model)
+            if isinstance(plan, Extended):
+                return plan
+            reason = plan
+        return await self._rendered(request, placement, conversation, reason, model)
+
+    async def plan_prefix(
+        self, request: ChatRequest, prompt: bytes, prefix: int, model: ServedModel, claims: Claims
+    ) -> PromptPlan:
+        """Plan a prompt with `prefix` ids that the client requires, followed by the template's rendering.
+
+        Args:
+            prompt: the whole prompt as a compact JSON array.
+        """
+        placement = await place_given(self.placer, request, prompt, model, claims)
+        appended = ids.check(prompt) - prefix
+        reason = Reason.PREFIX_GIVEN
+        return Given(placement=placement, reason=reason, prompt=prompt, reused=prefix, appended=appended)
 
     async def _rendered(
         self,
@@ -100,64 +118,12 @@ class Planner:
         if not conversation.media or model.images is None or placement.conversation is None:
             return Rendered(placement=placement, reason=reason)
         try:
-            images = await self._images(request, conversation, 0, model.images)
+            refs = refs_in(conversation.parse(0, len(conversation.raws)), "messages")
+            images = await self.placer.images.load(refs, model.images, "messages")
         except NotLoadable:
             return Rendered(placement=placement, reason=Reason.MEDIA)
         placeholder = model.images.placeholder
         return Rendered(placement=placement, reason=reason, placeholder=placeholder, images=images)
-
-    async def _images(
-        self, request: ChatRequest, conversation: Conversation, first: int, model: ImageModel
-    ) -> list[LoadedImage]:
-        """The images of the messages from `first` on. Raises BadRequest, NotLoadable."""
-        if not any(message.media for message in conversation.messages[first:]):
-            return []
-        refs = refs_in(conversation.parse(first, len(conversation.raws)), "messages", first)
-        return await self.placer.images.load(refs, model, "messages", request.tenant)
-
-    async def plan_prefix(
-        self, request: ChatRequest, prompt: bytes, prefix: int, model: ServedModel, claims: Claims
-    ) -> PromptPlan:
-        """Plan a prompt with `prefix` ids that the client requires, followed by the template's rendering.
-
-        Args:
-            prompt: the whole prompt as a compact JSON array.
-        """
-        placement = await place_given(self.placer, request, prompt, model, claims)
-        return Given(
-            placement=placement,
-            reason=Reason.PREFIX_GIVEN,
-            prompt=prompt,
-            reused=prefix,
-            appended=ids.check(prompt) - prefix,
-        )
-
-    async def _plan_given(
-        self, request: ChatRequest, given: GivenIds, model: ServedModel, claims: Claims
-    ) -> PromptPlan:
-        given, images = await place_images(self.placer, request, given, model)
-        if request.append is None:
-            check_ids_fit(request, given, model)
-            prompt = ids.compact(given.raw)
-            placement = await place_given(self.placer, request, prompt, model, claims, images)
-            return Given(
-                placement=placement,
-                reason=Reason.IDS_GIVEN,
-                prompt=prompt,
-                reused=given.count,
-                appended=0,
-                images=images,
-            )
-        whole = await append_messages(self.placer, request, given, model)
-        images = (*images, *whole.images)
-        placement = await place_given(self.placer, request, whole.prompt, model, claims, images)
-        return Extended(
-            placement=placement,
-            prompt=whole.prompt,
-            reused=given.count,
-            appended=whole.appended,
-            images=images,
-        )
 
     async def _extend(
         self,
@@ -167,27 +133,48 @@ class Planner:
         match: Match,
         reason: Reason | None,
         model: ServedModel,
-    ) -> PromptPlan | Reason:
+    ) -> Extended | Reason:
         """Extend recorded ids with the template's suffix; the reason to render if the suffix is not certain.
 
         Raises:
             BadRequest: the prompt is longer than the context, and `renders_overflow` is off; or an image is
                 invalid.
         """
-        turn, tokenizer = match.turn, model.tokenizer
+        turn, tokenizer, rendering = match.turn, model.tokenizer, request.rendering
         assert turn is not None and tokenizer is not None  # checked by the caller
-        if obstacle := _no_extension(turn, conversation, tokenizer, request.rendering):
-            return obstacle
+        if not turn.usable:
+            return Reason.UNUSABLE_TURN
+        if conversation.ends_with_assistant:
+            return Reason.ENDS_WITH_ASSISTANT
+        if tokenizer.reserved(rendering.parse_template_kwargs()):
+            return Reason.SPECIAL_REQUEST
         if turn.images and model.images is None:
             return Reason.MEDIA
-        if (request.thinking or self.thinking) is ThinkingPolicy.TEMPLATE:
-            try:
-                if await self._shows_dropped_thinking(request, conversation, match, tokenizer):
-                    return Reason.THINKING_DROPPED
-            except InvalidMessages:
-                return Reason.TEMPLATE_REFUSED
+        first, last = match.end + 1, len(conversation.raws)
+        sizes = [memoryview(raw).nbytes for raw in conversation.raws]
+        new = NewMessages(
+            "messages",
+            first,
+            lambda: (conversation.parse(first, last), conversation.history(first)),
+            any(message.media for message in conversation.messages[first:]),
+            sum(sizes[first:]),
+        )
+        most_ids = None
+        if model.max_model_len is not None:
+            # only a prompt that cannot fit is an error; the engine refuses one without room for a completion
+            whole = model.max_model_len
+            if self.renders_overflow:
+                whole = most_prompt_ids(request, model.max_model_len)
+            most_ids = whole - turn.count
         try:
-            prompt, appended = await self._append(request, conversation, match.end, turn, tokenizer, model)
+            if (request.thinking or self.thinking) is ThinkingPolicy.TEMPLATE:
+                drops = await self.placer.encoders.run(
+                    lambda: shows_dropped_thinking(tokenizer, turn, conversation, match.end, rendering),
+                    sum(sizes),
+                )
+                if drops:
+                    return Reason.THINKING_DROPPED
+            made = await append(self.placer, request, model, tokenizer, prefix_of(turn), new, most_ids)
         except TooManyIds as error:
             if self.renders_overflow:
                 return Reason.CONTEXT_OVERFLOW
@@ -200,92 +187,68 @@ class Planner:
             return Reason.TEMPLATE_UNSUPPORTED
         except InvalidMessages:
             return Reason.TEMPLATE_REFUSED
-        images = turn.images
-        if model.images is not None and conversation.media:
-            try:
-                loaded = await self._images(request, conversation, match.end + 1, model.images)
-                appended, placed = place(appended, model.images, loaded, turn.count)
-            except (NotLoadable, PlaceholdersDiffer):
-                return Reason.MEDIA
-            prompt, images = ids.join(turn.ids, appended), (*images, *placed)
+        except (NotLoadable, PlaceholdersDiffer):
+            return Reason.MEDIA
         if turn.rollout == placement.session.id:
-            placement = replace(placement, parent=turn, first_new=match.end + 1)
+            placement = replace(placement, parent=turn, first_new=first)
         return Extended(
             placement=placement,
             reason=reason,
-            prompt=prompt,
+            prompt=made.prompt,
             reused=turn.count,
-            appended=appended,
-            images=images,
+            appended=made.appended,
+            images=(*turn.images, *made.images),
         )
 
-    async def _shows_dropped_thinking(
-        self, request: ChatRequest, conversation: Conversation, match: Match, tokenizer: ChatTokenizer
-    ) -> bool:
-        """Whether the ids to extend hold reasoning that the template leaves out by now.
+    async def _plan_prompts(self, request: ChatRequest, model: ServedModel, claims: Claims) -> PromptPlan:
+        """Plan prompts that are ids or texts (completions, generate): that of the first holds the others.
+
+        Where the ids of a prompt continue a recorded turn, its turn belongs to that rollout. Otherwise it
+        starts a new one, or a new tree in the session that the request names.
 
         Raises:
-            InvalidMessages: the template refuses the messages.
-            Overloaded: the limit of concurrent work is reached.
+            BadRequest: a prompt is longer than the model's context.
         """
-        turn = match.turn
-        assert turn is not None  # checked by the caller
-        size = sum(memoryview(raw).nbytes for raw in conversation.raws)
-        return await self.placer.encoders.run(
-            lambda: shows_dropped_thinking(tokenizer, turn, conversation, match.end, request.rendering),
-            size,
-            tenant=request.tenant,
-        )
-
-    async def _append(
-        self,
-        request: ChatRequest,
-        conversation: Conversation,
-        end: int,
-        turn: CachedTurn,
-        tokenizer: ChatTokenizer,
-        model: ServedModel,
-    ) -> tuple[bytes, list[int]]:
-        """The prompt that extends a turn by the messages after `end`, and the ids that these add.
-
-        Raises:
-            TooManyIds: the prompt is longer than the context.
-            TemplateUnsupported: the suffix is not certain.
-            InvalidMessages: the template refuses the messages.
-            Overloaded: the limit of concurrent tokenising is reached.
-        """
-        size = sum(memoryview(raw).nbytes for raw in conversation.raws[end + 1 :])
-        stop = threading.Event()
-        limit = Limit(self._most_ids(request, turn.count, model), stop.is_set)
-        rendering, auditor = request.rendering, self.placer.auditor
-
-        def extend() -> tuple[bytes, list[int]]:
-            return continue_turn(tokenizer, turn, conversation, end, rendering, auditor, limit)
-
-        return await self.placer.encoders.run(extend, size, tokenises=True, tenant=request.tenant, stop=stop)
-
-    def _most_ids(self, request: ChatRequest, reused: int, model: ServedModel) -> int | None:
-        """The most ids to append to those of a turn; None if the engine reports no limit."""
-        if model.max_model_len is None:
-            return None
-        # only a prompt that cannot fit is an error; the engine refuses one without room for the completion
-        whole = (
-            most_prompt_ids(request, model.max_model_len) if self.renders_overflow else model.max_model_len
-        )
-        return whole - reused
+        for given in request.prompts:
+            if given is not None:
+                check_ids_fit(request, given, model)
+        plans: list[PromptPlan] = []
+        request_id, responds = new_id(), request.record
+        conversation, scope = await self.placer.identify(request, b"", model)
+        add_store_time(_PROMPT_S * (len(request.prompts) - 1))
+        for given in request.prompts:
+            fixed = given is not None and not request.special and not is_truncated(request)
+            prompt, match = ids.compact(given.raw) if given is not None and fixed else b"", Match()
+            if prompt and responds:
+                try:
+                    match = await self.placer.match_ids(request, prompt, scope, claims)
+                except StoreError as error:
+                    responds = False  # the other prompts do not wait for it
+                    error.report(self.placer.metrics, "turns are recorded without the ones before them")
+            placement = self.placer.place(request, model, scope, conversation, match)
+            same = match.turn is not None and match.turn.rollout == placement.session.id
+            placement = replace(
+                placement, turn_id=request_id, parent=match.turn if same else None, found_by_ids=True
+            )
+            plans.append(_plan_prompt(request, placement, given, prompt))
+        existing = {each.placement.session.id for each in plans if not each.placement.new_rollout}
+        for rollout in existing if request.record else ():
+            if not await claims.pin(rollout):
+                break
+        return replace(plans[0], others=tuple(plans[1:]))
 
 
-def _no_extension(
-    turn: CachedTurn, conversation: Conversation, tokenizer: ChatTokenizer, rendering: Rendering
-) -> Reason | None:
-    """Why the ids of a turn cannot be extended for a conversation; None if they can."""
-    if not turn.usable:
-        return Reason.UNUSABLE_TURN
-    if conversation.ends_with_assistant:
-        return Reason.ENDS_WITH_ASSISTANT
-    if tokenizer.reserved(rendering.parse_template_kwargs()):
-        return Reason.SPECIAL_REQUEST
-    return None
+def _plan_prompt(
+    request: ChatRequest, placement: Placement, given: GivenIds | None, prompt: bytes
+) -> PromptPlan:
+    """The plan of a prompt without messages; `prompt` is empty if the engine makes its ids."""
+    if given is not None and prompt:
+        reason, count = Reason.IDS_GIVEN, given.count
+        return Given(placement=placement, reason=reason, prompt=prompt, reused=count, appended=0)
+    reason = Reason.MEDIA if request.prompt_media else Reason.TEXT_PROMPT
+    if request.special or given is not None:
+        reason = Reason.SPECIAL_REQUEST
+    return Rendered(placement=placement, reason=reason)
 
 
 def _must_render(request: ChatRequest, conversation: Conversation, model: ServedModel) -> Reason | None:

@@ -5,9 +5,9 @@ A failure here never affects the client's response: it is logged and counted, an
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from contextlib import contextmanager
 from weakref import WeakSet
 
 from proxy.history.cache import TurnCache
@@ -61,21 +61,6 @@ class Recorder:
             recording.drop(rollout)
 
 
-@dataclass(slots=True)
-class _PromptRecord:
-    """What was recorded for one prompt of a request."""
-
-    plan: PromptPlan
-    holder: Turn | None = None
-    """The first turn that was recorded. It holds the prompt, which the other choices share."""
-    dropped: bool = False
-    """Whether its session was deleted meanwhile."""
-
-    @property
-    def rollout(self) -> str:
-        return self.plan.placement.session.id
-
-
 class Recording:
     """Records the turns of one request, as its choices end."""
 
@@ -92,15 +77,18 @@ class Recording:
         self.replica = ""
         """Name of the replica that serves the turns; set before the first one is added."""
         self._recorder = recorder
-        self._prompts = [_PromptRecord(prompt) for prompt in plan.prompts]
-        for prompt in self._prompts:
-            claims.hold(prompt.rollout)
+        self._holders: dict[int, Turn] = {}
+        """The first turn that was recorded of each prompt. It holds the prompt, which the other choices
+        share."""
+        self._dropped: set[str] = set()
+        """Rollouts that were deleted meanwhile."""
+        for prompt in plan.prompts:
+            claims.hold(prompt.placement.session.id)
         self._lock = asyncio.Lock()
 
     async def announce(self) -> None:
         """Create new rollouts before their first turns are complete, because the client now gets the name."""
-        for prompt in self._prompts:
-            placement = prompt.plan.placement
+        for placement in (prompt.placement for prompt in self.plan.prompts):
             if not placement.new_rollout or placement.conversation is None:
                 continue
             try:
@@ -111,8 +99,7 @@ class Recording:
 
     def drop(self, rollout: str) -> None:
         """Record no more turns of a rollout, because it was deleted."""
-        for prompt in self._prompts:
-            prompt.dropped = prompt.dropped or prompt.rollout == rollout
+        self._dropped.add(rollout)
 
     async def add(self, completion: Completion) -> None:
         """Record the choices of a completion. Other requests find them after this returns.
@@ -129,73 +116,67 @@ class Recording:
 
     async def _add(self, completion: Completion) -> None:
         async with self._lock:
-            try:
+            with self._survived("the turns of a request"), span("record", {}):
                 if self._before_recording is not None:
                     await self._before_recording(completion)
-            except Exception:  # the boundary: a failure to record must not fail the response
-                self._recorder.metrics.store_errors.inc()
-                log.exception("the turns of a request could not be recorded")
-                return
-            with span("record", {}):
-                for part in self._by_rollout(completion):
-                    await self._add_to_rollout(part)
+                for position, part in self._parts(completion).items():
+                    rollout = self.plan.prompts[position].placement.session.id
+                    with self._survived(f"a turn of {rollout}"):
+                        await self._record(position, part)
 
-    def _by_rollout(self, completion: Completion) -> list[list[tuple[_PromptRecord, Completion]]]:
-        """The prompts with new choices, each with its part of the completion, rollout by rollout."""
-        if len(self._prompts) == 1 and completion.choices[0].prompt_ids is None:
-            parts = {0: completion}  # of another route than completions
-        else:
-            batch = Batch(tuple(b"" for _ in self._prompts), self.plan.placement.choices)
-            parts = completion.by_prompt(batch)
-        by_rollout: dict[str, list[tuple[_PromptRecord, Completion]]] = {}
-        for position, part in parts.items():
-            prompt = self._prompts[position]
-            by_rollout.setdefault(prompt.rollout, []).append((prompt, part))
-        return list(by_rollout.values())
-
-    async def _add_to_rollout(self, parts: list[tuple[_PromptRecord, Completion]]) -> None:
-        rollout = parts[0][0].rollout
-        if parts[0][0].dropped:
-            log.info("a turn of %s is not recorded: its session was deleted", rollout)
-            return
+    @contextmanager
+    def _survived(self, what: str) -> Iterator[None]:
+        """The boundary: a failure to record must not fail the response."""
         try:
-            await self._record(parts)
+            yield
         except StoreError as error:
             self._recorder.metrics.store_errors.inc()
-            log.error("a turn of %s was not recorded: %s", rollout, error)
-        except Exception:  # the boundary: a failure to record must not fail the response
+            log.error("%s was not recorded: %s", what, error)
+        except Exception:
             self._recorder.metrics.store_errors.inc()
-            log.exception("a turn of %s could not be recorded", rollout)
+            log.exception("%s could not be recorded", what)
 
-    async def _record(self, parts: list[tuple[_PromptRecord, Completion]]) -> None:
-        recorder = self._recorder
+    def _parts(self, completion: Completion) -> dict[int, Completion]:
+        """The completions of the prompts with new choices, by the position of the prompt."""
+        if not self.plan.others and completion.choices[0].prompt_ids is None:
+            return {0: completion}  # of another route than completions
+        batch = Batch(tuple(b"" for _ in self.plan.prompts), self.plan.placement.request.choices)
+        return completion.by_prompt(batch)
 
-        def make() -> list[list[NewTurn]]:
-            return [new_turns(prompt.plan, part, prompt.holder, self.replica) for prompt, part in parts]
+    async def _record(self, position: int, completion: Completion) -> None:
+        """Record the choices of one prompt, given its position."""
+        recorder, plan, holder = self._recorder, self.plan.prompts[position], self._holders.get(position)
+        placement = plan.placement
+        if placement.session.id in self._dropped:
+            log.info("a turn of %s is not recorded: its session was deleted", placement.session.id)
+            return
 
-        if sum(_size(part) for _, part in parts) < WORTH_A_THREAD_BYTES:
-            by_prompt = make()
+        def make() -> list[NewTurn]:
+            return new_turns(plan, completion, holder, self.replica)
+
+        if _size(completion) < WORTH_A_THREAD_BYTES:
+            turns = make()
         else:
-            by_prompt = await asyncio.get_running_loop().run_in_executor(recorder.executor, make)
-        turns = [new for of_prompt in by_prompt for new in of_prompt]
+            turns = await asyncio.get_running_loop().run_in_executor(recorder.executor, make)
         if not turns:
             return
         evicted = await recorder.store.add(
-            parts[0][0].plan.placement.session, [new.turn for new in turns], [new.entries for new in turns]
+            placement.session, [new.turn for new in turns], [new.entries for new in turns]
         )
-        for (prompt, _), of_prompt in zip(parts, by_prompt, strict=True):
-            if of_prompt:
-                _count_ids(prompt.plan, of_prompt, recorder.metrics, first=prompt.holder is None)
-                prompt.holder = prompt.holder or of_prompt[0].turn
-                if prompt.plan.placement.claimed is not None:
-                    self._claims.keep(prompt.plan.placement.claimed)
-        _tell_trace(turns)
+        metrics, sampled = recorder.metrics, sum(len(new.turn.completion) // 4 for new in turns)
+        metrics.sampled_ids.inc(sampled)
+        if holder is None:
+            self._holders[position] = turns[0].turn
+            if not prompt_of(plan):
+                metrics.rendered_ids.inc(turns[0].turn.prompt_tokens)
+            if placement.claimed is not None:
+                self._claims.keep(placement.claimed)
+        _tell_trace(turns, sampled)
         if evicted.rollouts:
-            recorder.metrics.count_evicted(evicted.rollouts, evicted.undelivered)
+            metrics.count_evicted(evicted.rollouts, evicted.undelivered)
             log.info("the store is full: evicted %d rollouts (%d turns)", evicted.rollouts, evicted.turns)
         for new in turns:
-            labels = (new.turn.finish_reason or "unknown", new.turn.problem or "none")
-            recorder.metrics.turns.labels(*labels).inc()
+            metrics.turns.labels(new.turn.finish_reason or "unknown", new.turn.problem or "none").inc()
             if new.cached is not None:
                 recorder.cache.put(new.cached, new.turn.parent)
 
@@ -206,14 +187,7 @@ def _size(completion: Completion) -> int:
     return len(completion.prompt_ids or b"") + 8 * sampled
 
 
-def _count_ids(plan: PromptPlan, turns: list[NewTurn], metrics: Metrics, *, first: bool) -> None:
-    """Count the sampled ids, and once for each request (`first`) the ids that the engine rendered."""
-    metrics.sampled_ids.inc(sum(len(new.turn.completion) // 4 for new in turns))
-    if first and not prompt_of(plan):
-        metrics.rendered_ids.inc(turns[0].turn.prompt_tokens)
-
-
-def _tell_trace(turns: list[NewTurn]) -> None:
+def _tell_trace(turns: list[NewTurn], sampled: int) -> None:
     """Add the numbers of ids to the request's span, with OpenTelemetry's names for generative AI."""
     exchange = running_exchange()
     if exchange is None or not exchange.span.recording:
@@ -221,7 +195,7 @@ def _tell_trace(turns: list[NewTurn]) -> None:
     exchange.span.set(
         {
             "gen_ai.usage.input_tokens": turns[0].turn.prompt_tokens,
-            "gen_ai.usage.output_tokens": sum(len(new.turn.completion) // 4 for new in turns),
+            "gen_ai.usage.output_tokens": sampled,
             "gen_ai.response.finish_reasons": [new.turn.finish_reason or "unknown" for new in turns],
         }
     )

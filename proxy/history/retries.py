@@ -14,16 +14,15 @@ only where a retry can come: for requests with an `Idempotency-Key`, or with a s
 
 import asyncio
 import hashlib
-import zlib
 from dataclasses import dataclass, field
 from enum import Enum
 from types import TracebackType
 
+import msgspec
+
 from proxy.errors import ApiError, BadRequest
-from proxy.history.encoders import WORTH_A_THREAD_BYTES
-from proxy.history.store import Store, StoredResponse, StoreError
+from proxy.history.store import RESPONSES, Store, StoreError
 from proxy.history.tasks import Tasks
-from proxy.history.turn import new_id
 from proxy.metrics import Metrics
 from proxy.turn.request import ChatRequest
 from proxy.types import Headers
@@ -32,6 +31,20 @@ KEPT_BYTES = 4 * 2**20
 """Longer responses are not kept; their retries run."""
 _RETRIED_BY_SDKS = frozenset({408, 409, 429})
 """Statuses below 500 after which SDKs send a request again."""
+
+
+_MOST_FAILURES = 8
+"""Failures of equal requests that are remembered at once."""
+
+
+class _StoredResponse(msgspec.Struct, frozen=True, array_like=True):
+    """A value of the space `RESPONSES`, under the key of its attempt."""
+
+    request: bytes
+    """Digest of the whole request."""
+    status: int
+    headers: tuple[tuple[bytes, bytes], ...]
+    body: bytes
 
 
 class _State(Enum):
@@ -75,7 +88,8 @@ class Attempt:
             session = request.session.name if request.session else ""
             scope = (request.tenant.encode(), session.encode(), signs.path.encode())
             self.digest = _digest(b"request", *scope, signs.body)
-            self.key = _digest(b"named", *scope[:1], signs.idempotency_key) if self.named else self.digest
+            key = _digest(b"named", *scope[:1], signs.idempotency_key) if self.named else self.digest
+            self.key = key.hex()
 
     async def __aenter__(self) -> "Attempt":
         """Raises BadRequest: the Idempotency-Key was used for another request."""
@@ -143,7 +157,7 @@ class Retries:
     store: Store
     metrics: Metrics
     tasks: Tasks
-    _running: dict[bytes, asyncio.Event] = field(default_factory=dict)
+    _running: dict[str, asyncio.Event] = field(default_factory=dict)
 
     def attempt(self, request: ChatRequest) -> Attempt:
         """An attempt at a request, to be used as a block."""
@@ -151,24 +165,23 @@ class Retries:
 
     async def keep(self, attempt: Attempt, status: int, headers: Headers, body: bytes) -> None:
         """Store a response. A store that does not respond is logged."""
-
-        def make() -> StoredResponse:
-            return StoredResponse(
-                id=new_id(),
-                key=attempt.key,
-                request=attempt.digest,
-                status=status,
-                headers=tuple(headers),
-                body=zlib.compress(body, 1),
-            )
-
-        response = make() if len(body) < WORTH_A_THREAD_BYTES else await asyncio.to_thread(make)
-        await self._store_response(response, "a response was not kept for a retry")
+        response = _StoredResponse(attempt.digest, status, tuple(headers), body)
+        try:
+            value = msgspec.msgpack.encode(response)
+            await self.store.put(RESPONSES, attempt.key, value, keep_s=self.store.limits.response_age_s)
+        except StoreError as error:
+            error.report(self.metrics, "a response was not kept for a retry")
 
     async def remember_failure(self, attempt: Attempt) -> None:
-        """Store that a request got no response to repeat."""
-        failed = StoredResponse(id=new_id(), key=attempt.key, request=attempt.digest, failed=True)
-        await self._store_response(failed, "a failed request was not remembered")
+        """Store that a request got no response to repeat: each failure lets one retry run."""
+        keep_s = self.store.limits.response_age_s
+        try:
+            for number in range(_MOST_FAILURES):
+                name = f"{attempt.key}/{number}"
+                if await self.store.put(RESPONSES, name, b"", keep_s=keep_s, before=None):
+                    return
+        except StoreError as error:
+            error.report(self.metrics, "a failed request was not remembered")
 
     def finished(self, attempt: Attempt) -> None:
         """Wake the requests that wait with the same Idempotency-Key."""
@@ -201,26 +214,19 @@ class Retries:
             self.metrics.retries.labels("run_anew").inc()
 
     async def _earlier(self, attempt: Attempt) -> EarlierResponse | None:
-        responses = await self.store.responses(attempt.key)
-        if attempt.named and responses and responses[0].request != attempt.digest:
+        names = [attempt.key, *(f"{attempt.key}/{number}" for number in range(_MOST_FAILURES))]
+        values = await self.store.get(RESPONSES, names)
+        value = values.get(attempt.key)
+        found = None if value is None else msgspec.msgpack.decode(value, type=_StoredResponse)
+        if attempt.named and found is not None and found.request != attempt.digest:
             raise BadRequest(
                 "this `Idempotency-Key` was used for another request: send a new key with a new request",
                 param="Idempotency-Key",
             )
-        for response in responses:
-            if response.failed and await self.store.take_response(response):
+        for name in names[1:]:
+            if name in values and await self.store.take(RESPONSES, name) is not None:
                 return None
-        found = next((response for response in responses if not response.failed), None)
-        if found is None:
-            return None
-        body = await asyncio.to_thread(zlib.decompress, found.body)
-        return EarlierResponse(found.status, list(found.headers), body)
-
-    async def _store_response(self, response: StoredResponse, failure: str) -> None:
-        try:
-            await self.store.keep_response(response)
-        except StoreError as error:
-            error.report(self.metrics, failure)
+        return None if found is None else EarlierResponse(found.status, list(found.headers), found.body)
 
 
 def _digest(kind: bytes, *parts: bytes) -> bytes:

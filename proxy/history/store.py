@@ -1,18 +1,22 @@
-"""Where turns are kept: one protocol for memory, SQLite and Redis.
+"""Where turns are kept: one protocol for SQLite, in a file or in memory, and Redis.
 
 What every store promises:
 
 - what a call changed is visible to every process that shares the store once the call has returned, and
-  survives the end of this process (the memory store has only one process, and does not survive it);
+  survives the end of this process (a store in memory has only one process, and does not survive it);
 - a turn is written once; writing the same turn again changes nothing;
+- the index is written before its turns, and outlives them: a turn of which the index knows and that is not
+  there counts as one that a request may mean, so that no other is continued in its place;
 - the limits hold after every call that adds something, with no other call: the rollouts used least
-  recently are evicted, each with all its turns, and the keys they were found by are remembered as evicted for
+  recently are evicted, each with all its turns, and what they were found by is remembered as evicted for
   a while. A pinned rollout is never evicted.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from types import EllipsisType
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import msgspec
@@ -20,8 +24,6 @@ import msgspec
 from proxy.history.turn import Turn
 
 if TYPE_CHECKING:
-    from proxy.history.documents import DocumentStore
-    from proxy.history.feed import FeedStore
     from proxy.metrics import Metrics
 
 log = logging.getLogger("tokenproxy")
@@ -32,8 +34,14 @@ FOUND_AT_MOST = 16
 MAX_DESCRIPTION_BYTES = 65_536
 """Of a session's defaults, overrides and metadata together."""
 
-SECRET_BYTES = 32
-"""Of `Store.secret`."""
+RESPONSES = "responses"
+"""Space of the responses that are kept for retries."""
+DOCUMENTS = "documents"
+"""Space of the responses of `/v1/responses`."""
+
+
+Before = bytes | None | EllipsisType
+"""The value that a name must have, so that it gets another one; `...` for any."""
 
 
 class StoreError(Exception):
@@ -76,7 +84,8 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     explicit: bool = True
     """Whether a client named it; False for the rollout of a conversation without a session."""
     ambiguous: bool = False
-    """Whether another rollout ever held an equal conversation, so that requests may have been confused."""
+    """Whether one of its requests found the same conversation in several rollouts, so that it may belong to
+    another one."""
     created: float
     """Seconds since the epoch."""
     used: float
@@ -116,9 +125,9 @@ class Candidate(NamedTuple):
     """A recorded turn that a request may continue."""
 
     turn: str
+    """Its id; empty if it was evicted."""
     rollout: str
-    open: bool
-    """Whether no request has continued or claimed it yet."""
+    """Empty if it was evicted."""
 
 
 class CandidateGroup(NamedTuple):
@@ -127,18 +136,18 @@ class CandidateGroup(NamedTuple):
     ids: bytes
     """Their `ids_digest`; empty under keys that only explain."""
     total: int
-    """How many there are."""
+    """How many there are; all that were evicted count as one."""
     candidates: list[Candidate]
-    """At most FOUND_AT_MOST of them: open ones before others, then the newest first."""
+    """At most FOUND_AT_MOST of them, the newest first, those that were evicted last."""
 
 
 class Found(NamedTuple):
     """What is under one key."""
 
     total: int
-    """Turns in all groups, those not returned too."""
+    """Of all groups, those not returned too."""
     groups: list[CandidateGroup]
-    """At most FOUND_AT_MOST, the group with the newest turn first; `total` tells whether there are more."""
+    """At most FOUND_AT_MOST, in any order; `total` tells whether there are more."""
 
 
 class Cursor(NamedTuple):
@@ -148,21 +157,37 @@ class Cursor(NamedTuple):
     id: str
 
 
-class StoredResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The response to a request, kept for a while so that a retry gets the same."""
+class Cause(StrEnum):
+    """Why a rollout is finished."""
 
-    id: str
-    """Sorts by time, as `turn.new_id`."""
-    key: bytes
-    """What it is found by."""
-    request: bytes = b""
-    """Digest of the whole request."""
-    failed: bool = False
-    """Whether the client got an error or left: then the next retry of an equal request runs anew."""
-    status: int = 200
-    headers: tuple[tuple[bytes, bytes], ...] = ()
-    body: bytes = b""
-    """What was sent, compressed with zlib."""
+    REWARD = "reward"
+    """The whole rollout got a reward; or a turn did, after the rollout was finished."""
+    END = "end"
+    """The client ended its session."""
+    IDLE = "idle"
+    """It was not used for `finish_after_s`."""
+
+
+class FinishedRollout(NamedTuple):
+    """A rollout of the feed."""
+
+    position: int
+    """Microseconds since the epoch; unique, ascending in the order of finishing."""
+    revision: int
+    """1, and one more each time the rollout is finished again after a change."""
+    cause: Cause
+    session: Session
+
+
+class FeedState(NamedTuple):
+    """How far the feed reaches."""
+
+    end: int
+    """The last position that was given to any rollout; 0 if there was none."""
+    waiting: int = 0
+    """Rollouts of a tenant after a position."""
+    oldest: int = 0
+    """The position of the first of them; 0 if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +205,13 @@ class Limits:
     """Of responses; the oldest are dropped first."""
     document_bytes: int = 256 * 2**20
     """Of documents, as the store keeps them; the oldest are dropped first."""
+
     evicted_keys: int = 200_000
-    """How many keys of evicted turns are remembered; the oldest are forgotten first."""
+    """How many keys of evicted turns a SQLite store remembers; the oldest are forgotten first."""
+
+    def bytes_of(self, space: str) -> int:
+        """How many bytes the values of a space may take, as the store keeps them."""
+        return {RESPONSES: self.response_bytes, DOCUMENTS: self.document_bytes}.get(space, 2**62)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,19 +236,21 @@ class Evicted:
 
 
 class Store(Protocol):
-    """Keeps turns, sessions, rewards, responses, and changes of fleets. Every method may raise StoreError.
+    """Keeps turns, sessions, rewards, the feed of finished rollouts, and values by name.
 
-    A store is made outside an event loop and used in one; `open` comes first.
+    Every method may raise StoreError. A store is made outside an event loop and used in one; `open` comes
+    first.
+
+    Law of the feed: a rollout that is finished, or changes after that, is in the feed once, at a position
+    greater than all positions before it; and a position becomes visible after all smaller ones. So a reader
+    that reads what comes after the last position it got misses no finished rollout. A position is the time of
+    finishing in microseconds since the epoch, moved up where a later one was given already: positions of a
+    store that was lost are smaller than those of the store that replaces it.
     """
 
     @property
-    def feed(self) -> "FeedStore":
-        """The rollouts that are finished."""
-        ...
-
-    @property
-    def documents(self) -> "DocumentStore":
-        """What is stored besides turns."""
+    def limits(self) -> Limits:
+        """How much it holds."""
         ...
 
     async def open(self) -> None:
@@ -234,13 +266,11 @@ class Store(Protocol):
     ) -> Evicted:
         """Record turns of one rollout, all or none of them.
 
-        The parents of the turns are no longer open. Where an entry has `ids` and its key already finds a turn
-        of another rollout, both sessions become ambiguous; so does the session of a turn whose reason is
-        `ambiguous`. A store that keeps rollouts in several places looks for other rollouts in the others only
-        if the session is not explicit: the keys of an explicit session are its own.
+        The parents of the turns are no longer open.
 
         Args:
-            session: created if the store does not hold one of this id; if it does, only `used` is updated.
+            session: created if the store does not hold one of this id; if it does, only `used` is updated,
+                and `ambiguous` if it is set.
             entries: for each turn what finds it.
 
         Returns:
@@ -249,21 +279,19 @@ class Store(Protocol):
         """
         ...
 
-    async def find(self, keys: Sequence[bytes], rollout: str | None = None) -> dict[bytes, Found]:
+    async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
         """What is under each of the keys; those with nothing under them are missing.
 
-        Args:
-            rollout: the only one whose turns count; None for all. Turns of others may be returned too, but a
-                store that keeps rollouts in several places looks only where this one is.
+        Evicted turns are found for a while, those of deleted sessions are not.
         """
         ...
 
-    async def evicted(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Those of the keys whose turns were evicted. A deleted session's are not among them."""
-        ...
+    async def claim(self, key: bytes, ids: bytes) -> str | None:
+        """Choose an open turn of a group that `find` returned, so that no other request takes it.
 
-    async def claim(self, turn: str) -> bool:
-        """Make a turn no longer open, so that no other request takes it. False if it was not open."""
+        Returns:
+            its id; None if requests have continued or claimed all of them.
+        """
         ...
 
     async def release(self, turn: str) -> None:
@@ -319,8 +347,8 @@ class Store(Protocol):
     async def set_rewards(self, rollout: str, rewards: Mapping[str, float]) -> bool:
         """Set the reward of turns, by their id, or of the whole rollout, by "". Others stay.
 
-        In the same step, the reward of the whole rollout finishes it, as `FeedStore.finish` does. A rollout
-        that is in the feed already is finished again if any reward changed.
+        The reward of the whole rollout finishes it, as `finish` does. A rollout that is in the feed already
+        is finished again if any reward changed.
 
         Returns False, and sets nothing, if there is no such rollout. The turns need not be recorded.
         """
@@ -330,37 +358,66 @@ class Store(Protocol):
         """The rewards of a rollout, as `set_rewards` took them."""
         ...
 
-    async def keep_response(self, response: StoredResponse) -> None:
-        """Keep a response for as long as the limits allow."""
-        ...
+    async def finish(self, rollout: str, cause: Cause) -> bool:
+        """Put a rollout at the end of the feed, with the next revision.
 
-    async def responses(self, key: bytes) -> list[StoredResponse]:
-        """The responses under a key that were not taken, newest first."""
-        ...
-
-    async def take_response(self, response: StoredResponse) -> bool:
-        """Remove a response, so that it is not found again. False if another call removed it first."""
-        ...
-
-    async def replica_changes(self, fleet: str) -> dict[str, str]:
-        """The changes of a fleet by the URLs of its replicas, as `change_replica` took them."""
-        ...
-
-    async def change_replica(self, fleet: str, url: str, change: str | None) -> None:
-        """Keep a change of a replica in place of the one before; None forgets it. No limit evicts changes.
-
-        Args:
-            fleet: name of the fleet; each has its own changes.
-            change: a word, which the store does not read.
+        Returns False, and changes nothing, if there is no such rollout, if it has no turns, or if it is in
+        the feed and has no turns that were added since.
         """
         ...
 
-    async def secret(self) -> bytes:
-        """32 random bytes, the same for all processes that share the store; made at the first call."""
+    async def finish_idle(self, before: float, limit: int) -> int:
+        """Finish rollouts that were last used before a time, in the order of their use.
+
+        Each call begins where the one before stopped, in any process: rollouts that were looked at are looked
+        at again only after they are used again.
+
+        Args:
+            before: seconds since the epoch.
+            limit: rollouts to look at. Of rollouts used at the same time a few more may be.
+
+        Returns:
+            how many were looked at; less than `limit` if there are no more.
+        """
+        ...
+
+    async def finished(self, after: int, *, limit: int, tenant: str | None = None) -> list[FinishedRollout]:
+        """Finished rollouts after a position of the feed, in their order.
+
+        Args:
+            tenant: whose; None for all.
+        """
+        ...
+
+    async def feed_state(self, tenant: str = "", after: int | None = None) -> FeedState:
+        """The end of the feed; and what of a tenant waits after a position, if one is given."""
+        ...
+
+    async def put(
+        self, space: str, name: str, value: bytes, *, keep_s: float | None = None, before: Before = ...
+    ) -> bool:
+        """Keep a value in place of the one before. Values that expire first are dropped if a space is full.
+
+        Args:
+            space: of names; `Limits.bytes_of` limits what some spaces hold.
+            keep_s: seconds after which it expires; None for never.
+            before: change nothing if the value that is there is another one; None for no value.
+
+        Returns:
+            whether it is kept: False too if it alone exceeds the limit of the space.
+        """
+        ...
+
+    async def get(self, space: str, names: Sequence[str] | None = None) -> dict[str, bytes]:
+        """The values of some names, or of all in the space; names without a value are missing."""
+        ...
+
+    async def take(self, space: str, name: str) -> bytes | None:
+        """Remove a value and return it. None if there is none, or if another call removed it first."""
         ...
 
     async def evict(self) -> Evicted:
-        """Evict what is too old, of responses, documents and consumers too. Called from time to time."""
+        """Evict what is too old, expired values too. Called from time to time."""
         ...
 
     async def usage(self) -> Usage:

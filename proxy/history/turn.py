@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from proxy.history.prompt_image import PromptImage
 from proxy.history.vocabulary import ABORTED
+from proxy.images import Image
 
 T = TypeVar("T", int, float)
 
@@ -28,6 +28,25 @@ Alternatives = list[list[tuple[bytes, float]]]
 
 
 _ALTERNATIVES = msgspec.msgpack.Decoder(Alternatives)
+
+
+class PromptImage(msgspec.Struct, frozen=True, array_like=True):
+    """An image in the ids of a prompt."""
+
+    offset: int
+    """Index of its first id in the whole prompt."""
+    length: int
+    """Number of its ids."""
+    digest: str
+    """32 hexadecimal digits: blake2b of `data`."""
+    kind: str
+    """Media type."""
+    data: bytes
+
+    @property
+    def image(self) -> Image:
+        """The image alone."""
+        return Image(self.kind, self.data, self.digest)
 
 
 class WeightSpan(msgspec.Struct, frozen=True, array_like=True):

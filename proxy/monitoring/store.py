@@ -4,20 +4,15 @@ from collections.abc import Awaitable, Callable
 from time import perf_counter
 from typing import Any, cast
 
-from proxy.history.documents import DocumentStore
-from proxy.history.feed import FeedStore
 from proxy.history.store import Store
 from proxy.metrics import Metrics
 
-_NOT_TIMED = frozenset({"open", "aclose"})
+_NOT_TIMED = frozenset({"open", "aclose", "limits"})
 
 
 def timed_store(store: Store, metrics: Metrics) -> Store:
     """A store that behaves as `store` and reports how long its calls take, and how many wait or run."""
-    timed = _Timed(store, Store, metrics)
-    timed.feed = _Timed(store.feed, FeedStore, metrics, "feed_")
-    timed.documents = _Timed(store.documents, DocumentStore, metrics, "document_")
-    return cast(Store, timed)
+    return cast(Store, _Timed(store, metrics))
 
 
 class _Timed:
@@ -26,20 +21,15 @@ class _Timed:
     Methods are delegated generically, so that the protocol alone lists them.
     """
 
-    def __init__(self, target: object, protocol: type, metrics: Metrics, prefix: str = "") -> None:
-        """`prefix`: before the names of methods in the label `operation`."""
+    def __init__(self, target: Store, metrics: Metrics) -> None:
         self._target = target
-        self._protocol = protocol
         self._metrics = metrics
-        self._prefix = prefix
-        self.feed: _Timed | None = None
-        self.documents: _Timed | None = None
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._target, name)
-        if name in _NOT_TIMED or not hasattr(self._protocol, name):
+        if name in _NOT_TIMED or not hasattr(Store, name):
             return attribute
-        timed = self._timed(self._prefix + name, attribute)
+        timed = self._timed(name, attribute)
         setattr(self, name, timed)  # later look-ups find the attribute without calling this method
         return timed
 

@@ -29,8 +29,7 @@ class Replicas(Route):
         """GET lists them as `/ready` does. POST `{"url"}` adds one; DELETE `?url=` removes one.
 
         Requests that run on a removed replica end normally, and others notice nothing. All processes of the
-        fleet that share the store apply a change; `problem` in the response tells where the store did not
-        take one.
+        fleet that share the store apply a change; if the store does not take it, nothing changes (503).
         """
         membership = _membership(services)
         with _named_in("url"):
@@ -88,13 +87,7 @@ def _unknown(url: str) -> NotFound:
 
 def _listed(services: Services) -> Response:
     changes = _membership(services).changes
-    report = {"replicas": services.fleet.report(), "changes": changes.current}
-    if changes.unshared:
-        report["problem"] = (
-            "other processes do not know yet what was changed, because the store does not take it: "
-            + ", ".join(changes.unshared)
-        )
-    return json_response(report)
+    return json_response({"replicas": services.fleet.report(), "changes": changes})
 
 
 class EngineAdmin(Route):

@@ -84,4 +84,4 @@ async def parsed(request: Request, services: Services, parse: Callable[[], T]) -
     """
     if len(request.body) < _LARGE:
         return parse()
-    return await services.encoders.run(parse, len(request.body), tenant=request.tenant)
+    return await services.encoders.run(parse, len(request.body))

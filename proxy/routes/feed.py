@@ -15,7 +15,9 @@ import msgspec
 
 from proxy.errors import BadRequest, NotFound
 from proxy.fields import parse, read
-from proxy.history.feed import Acknowledged, Consumer, FeedStore
+from proxy.history import consumers
+from proxy.history.consumers import Acknowledged, Consumer
+from proxy.history.store import Store
 from proxy.http import Request, Response, json_response, query_pairs, query_value, query_values
 from proxy.monitoring.exchange import waiting
 from proxy.routes.base import StoreRoute
@@ -108,15 +110,15 @@ class FeedAcknowledge(StoreRoute):
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """`{"consumer", "cursor"}`; returns both, with the cursor that is acknowledged now."""
-        fields, feed = parse(request.body), services.history.store.feed
+        fields, store = parse(request.body), services.history.store
         consumer, cursor = read(fields, "consumer", str), read(fields, "cursor", str)
         if consumer is None:
             raise BadRequest("`consumer` is required: the name with which it reads", param="consumer")
         if cursor is None:
             raise BadRequest("`cursor` is required: that of the last rollout you processed", param="cursor")
         name, position = check_name(consumer, "consumer"), _position(cursor, "cursor")
-        await _acknowledged(feed, request.tenant, name)
-        acknowledged = await feed.acknowledge(request.tenant, name, position)
+        await _acknowledged(store, request.tenant, name)
+        acknowledged = await consumers.acknowledge(store, request.tenant, name, position)
         return json_response({"consumer": name, "cursor": str(acknowledged)})
 
 
@@ -129,8 +131,8 @@ class FeedConsumers(StoreRoute):
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """`{"object", "data": [{"consumer", "cursor", "waiting", "oldest"}]}`; `oldest` in seconds."""
-        consumers = await services.history.store.feed.consumers(request.tenant)
-        return json_response({"object": "list", "data": [_described(consumer) for consumer in consumers]})
+        found = await consumers.consumers(services.history.store, request.tenant)
+        return json_response({"object": "list", "data": [_described(consumer) for consumer in found]})
 
 
 class OneFeedConsumer(StoreRoute):
@@ -147,7 +149,7 @@ class OneFeedConsumer(StoreRoute):
     async def answer(self, request: Request, services: Services, /) -> Response:
         """`{"consumer", "deleted"}`. If it reads again, it begins at the beginning."""
         name = check_name(request.parameters["consumer"], "consumer")
-        if not await services.history.store.feed.forget(request.tenant, name):
+        if not await consumers.forget(services.history.store, request.tenant, name):
             raise NotFound(
                 f"unknown consumer {name!r}: it never read, or was removed",
                 param="consumer",
@@ -208,8 +210,8 @@ async def _read_or_wait(requested: _FeedRequest, tenant: str, services: Services
     """The first step that finds a rollout; the last one before the time is over or the proxy stops."""
     store, watch = services.history.store, services.history.feed_watch
     deadline = time.monotonic() + requested.wait_s
-    start = await _start(requested, tenant, store.feed)
-    end = await store.feed.end()
+    start = await _start(requested, tenant, store)
+    end = (await store.feed_state()).end
     # a store that was lost may have given greater positions
     position = min(start, end)
     while True:
@@ -228,24 +230,24 @@ async def _read_or_wait(requested: _FeedRequest, tenant: str, services: Services
                 grown = await watch.wait(end, min(left, _STOP_CHECK_S))
         if time.monotonic() > deadline:
             return step
-        end = await store.feed.end()
+        end = (await store.feed_state()).end
 
 
-async def _start(requested: _FeedRequest, tenant: str, feed: FeedStore) -> int:
+async def _start(requested: _FeedRequest, tenant: str, store: Store) -> int:
     """The position after which to read. A consumer is registered when it reads for the first time."""
     position = 0
     if requested.consumer:
-        acknowledged = await _acknowledged(feed, tenant, requested.consumer)
+        acknowledged = await _acknowledged(store, tenant, requested.consumer)
         if acknowledged is None or abs(time.time() - acknowledged.at) > _NOTED_S:
-            await feed.acknowledge(tenant, requested.consumer, 0)
+            await consumers.acknowledge(store, tenant, requested.consumer, 0)
         position = acknowledged.position if acknowledged else 0
     return position if requested.after is None else requested.after
 
 
-async def _acknowledged(feed: FeedStore, tenant: str, name: str) -> Acknowledged | None:
+async def _acknowledged(store: Store, tenant: str, name: str) -> Acknowledged | None:
     """How far a consumer has read; None for a new one. Raises BadRequest if the tenant has too many."""
-    acknowledged = await feed.acknowledged(tenant, name)
-    if acknowledged is None and len(await feed.consumers(tenant)) >= MOST_CONSUMERS:
+    acknowledged = await consumers.acknowledged(store, tenant, name)
+    if acknowledged is None and len(await consumers.consumers(store, tenant)) >= MOST_CONSUMERS:
         raise BadRequest(
             f"there are {MOST_CONSUMERS} consumers: remove one with DELETE /v1/samples/consumers/NAME",
             param="consumer",

@@ -9,7 +9,7 @@ from proxy.dialects.responses.ids import is_response_id
 from proxy.dialects.responses.records import ResponseRecord, recall
 from proxy.dialects.responses.request import read_request
 from proxy.errors import BadRequest, NotFound
-from proxy.history.store import StoreError, session_id
+from proxy.history.store import DOCUMENTS, StoreError, session_id
 from proxy.http import Request, Response, json_response, query_value
 from proxy.routes.base import Route, StoreRoute, parsed
 from proxy.routes.scopes import KeyScope
@@ -59,13 +59,14 @@ class _Stored:
         asked = {session_id(self._tenant, name): name for name in names}
         if not asked:
             return {}
-        found = await self._history.store.documents.read(list(asked))
+        found = await self._history.store.get(DOCUMENTS, list(asked))
         return {asked[name]: content for name, content in found.items()}
 
     async def keep(self, name: str, content: bytes) -> bool:
         """Store a document; False after a failure, which is logged and counted."""
         try:
-            await self._history.store.documents.keep(session_id(self._tenant, name), content)
+            store, document = self._history.store, session_id(self._tenant, name)
+            await store.put(DOCUMENTS, document, content, keep_s=store.limits.max_age_s, before=None)
         except StoreError as error:
             error.report(self._history.metrics, "a response is not stored")
             return False
@@ -89,12 +90,12 @@ class OneResponse(StoreRoute):
         name = _name(request)
         document = session_id(request.tenant, name)
         if request.method == "DELETE":
-            if not await services.history.store.documents.delete(document):
+            if await services.history.store.take(DOCUMENTS, document) is None:
                 raise _unknown(name)
             return json_response({"id": name, "object": "response", "deleted": True})
         if query_value(request, "stream", "false") == "true":
             raise BadRequest("`stream` is not supported: a stored response is complete", param="stream")
-        found = await services.history.store.documents.read([document])
+        found = await services.history.store.get(DOCUMENTS, [document])
         if document not in found:
             raise _unknown(name)
         return json_response(msgspec.json.decode(found[document], type=ResponseRecord).response)

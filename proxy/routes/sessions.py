@@ -8,8 +8,7 @@ import msgspec
 
 from proxy.errors import BadRequest
 from proxy.fields import parse, raw_value, read
-from proxy.history.feed import Cause
-from proxy.history.store import MAX_DESCRIPTION_BYTES, Session, session_id
+from proxy.history.store import MAX_DESCRIPTION_BYTES, Cause, Session, session_id
 from proxy.history.turn import Turn, new_id, unpack_alternatives, unpack_ids, unpack_logprobs
 from proxy.http import Request, Response, json_response, query_value
 from proxy.routes.base import StoreRoute
@@ -194,7 +193,7 @@ async def _end(name: str, request: Request, services: Services) -> Response:
     rollout = _rollout(request, name)
     # first: it needs no store
     ended = services.fleet.conversations.end(rollout)
-    finished = await services.history.store.feed.finish(rollout, Cause.END)
+    finished = await services.history.store.finish(rollout, Cause.END)
     services.history.feed_watch.notify()
     return json_response({"id": name, "object": "session", "ended": ended, "finished": finished})
 

@@ -16,8 +16,7 @@ from proxy.dialects.prompt_fields import (
 )
 from proxy.errors import BadRequest, NotFound
 from proxy.fields import join, parse, raw_value, read
-from proxy.history.given import append_messages
-from proxy.history.given_images import place_images
+from proxy.history.given import append_messages, place_images
 from proxy.http import Request, Response, json_response
 from proxy.routes.base import Route, parsed
 from proxy.turn.request import ChatRequest, RequiredPrefix

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from proxy.errors import BadRequest, Forbidden, NotFound
-from proxy.history.scope import recorded_with
+from proxy.history.identity import recorded_with
 from proxy.history.store import Session, session_id
 from proxy.history.turn import Turn
 from proxy.http import JSON_HEADERS, BytesResponse, Request, Response, json_response, query_value

@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 
-from proxy.history.feed import FinishedRollout
-from proxy.history.store import Session, Store
+from proxy.history.store import FinishedRollout, Session, Store
 from proxy.samples.samples import Refused, Sample, Samples, Shared, samples_of
 from proxy.samples.tree import parsed
 
@@ -122,7 +121,7 @@ async def read_step(
     rollouts: list[ReadRollout] = []
     scanned = ids = 0
     while scanned < MOST_SCANNED:
-        entries = await store.feed.read(after, limit=ENTRIES_AT_ONCE, tenant=selected.tenant)
+        entries = await store.finished(after, limit=ENTRIES_AT_ONCE, tenant=selected.tenant)
         for entry in entries:
             if len(rollouts) == limit or ids >= MOST_IDS:
                 return FeedStep(rollouts, after, more=True)

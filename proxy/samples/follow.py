@@ -68,7 +68,7 @@ class Follower:
     async def _step(self, file: BinaryIO) -> bool:
         """Write the next rollouts; False if there are no more for now."""
         # a position beyond the end, as after the loss of a store, counts as the end
-        self.position = min(self.position, await self.store.feed.end())
+        self.position = min(self.position, (await self.store.feed_state()).end)
         step = await read_step(
             self.store, self.position, _ROLLOUTS_AT_ONCE, self.selected, self.shared, asyncio.to_thread
         )

@@ -1,4 +1,4 @@
-"""Turns, responses and index entries as bytes, and what all stores compute alike.
+"""Turns, values and index entries as bytes, and what all stores compute alike.
 
 A turn is a map of MessagePack, or a Zstandard frame that holds one. The first byte tells which: a frame
 begins with 0x28, which is an integer in MessagePack.
@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from proxy.history.encoders import WORTH_A_THREAD_BYTES
-from proxy.history.store import IndexEntry, Session, StoredResponse, StoreError
+from proxy.history.store import IndexEntry, Session
 from proxy.history.turn import Turn
 
 if sys.version_info >= (3, 14):
@@ -27,7 +27,6 @@ _COMPRESSED_FROM = 4096
 _LEVEL = 1
 """Text and ids take 30 % of their bytes, in 0.6 ms for 256 KB. Level 3 takes 28 %, and 0.8 ms."""
 _TURN = msgspec.msgpack.Decoder(Turn)
-_RESPONSE = msgspec.msgpack.Decoder(StoredResponse)
 
 
 def pack_turn(turn: Turn) -> bytes:
@@ -64,29 +63,18 @@ def _compress(encoded: bytes) -> bytes:
     return zstd.compress(encoded, _LEVEL) if len(encoded) >= _COMPRESSED_FROM else encoded
 
 
-def pack_response(response: StoredResponse) -> bytes:
-    """A response as MessagePack."""
-    return msgspec.msgpack.encode(response)
+async def pack_value(value: bytes) -> bytes:
+    """A value of `Store.put` after one byte: `z` if it is compressed, because it is long, else `=`."""
+    if len(value) < _COMPRESSED_FROM:
+        return b"=" + value
+    if len(value) < WORTH_A_THREAD_BYTES:
+        return b"z" + zstd.compress(value, _LEVEL)
+    return b"z" + await asyncio.to_thread(zstd.compress, value, _LEVEL)
 
 
-async def pack_document(content: bytes) -> bytes:
-    """A JSON object, compressed if it is long; in a thread if it is very long."""
-    if len(content) < WORTH_A_THREAD_BYTES:
-        return _compress(content)
-    return await asyncio.to_thread(_compress, content)
-
-
-def unpack_document(packed: bytes) -> bytes:
-    """The inverse of `pack_document`. Raises StoreError."""
-    try:
-        return _decompress(packed) if packed[:1] == _FRAME else packed
-    except msgspec.DecodeError as error:
-        raise StoreError(f"a document cannot be read: {error}") from error
-
-
-def unpack_response(packed: bytes) -> StoredResponse:
-    """The inverse of `pack_response`. Raises msgspec.DecodeError."""
-    return _RESPONSE.decode(packed)
+def unpack_value(packed: bytes) -> bytes:
+    """The inverse of `pack_value`. Raises msgspec.DecodeError."""
+    return packed[1:] if packed[:1] == b"=" else _decompress(packed[1:])
 
 
 def pack_parts(parts: Iterable[bytes]) -> bytes:

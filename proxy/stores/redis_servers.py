@@ -1,10 +1,4 @@
-"""The servers of a Redis store, and how scripts run on them.
-
-A script gets two keys, and computes the names of all that it uses from the first. Nothing is ever stored
-under either of the two. That matters in a cluster while it moves the slot of a partition from one server to
-another: part of the keys is on each. Then a script would see only some of them, but a command with several
-keys that are on neither server is refused (`TRYAGAIN`) until the slot has moved.
-"""
+"""The servers of a Redis store, and how scripts and commands run on them."""
 
 import asyncio
 import hashlib
@@ -14,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from redis import exceptions
-from redis.asyncio import BlockingConnectionPool, Connection, Redis
+from redis.asyncio import BlockingConnectionPool, Connection, Redis, RedisCluster
 from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
@@ -22,7 +16,6 @@ from redis.backoff import NoBackoff
 
 from proxy.history.store import RecordRefused, StoreError, StoreStalled, StoreUnusable
 from proxy.history.store_time import abandon_if_cancelled
-from proxy.stores.redis_cluster_client import ClusterClient
 from proxy.stores.redis_urls import RedisUrl
 
 T = TypeVar("T")
@@ -41,15 +34,42 @@ _CREDENTIALS = (exceptions.AuthenticationError, exceptions.AuthorizationError, e
 _SENTINEL_S = 0.5
 """Of a sentinel: others are asked after that."""
 _FAILURES = (exceptions.RedisError, exceptions.RedisClusterException, OSError)
-_GUARD = b"moving"
+_REPLICATED_MS = 100
+"""How long a new turn waits until a replica has its index entries."""
 
 
 class Call(NamedTuple):
-    """One script that is to be run."""
+    """A script or a command that is to be run."""
 
-    prefix: bytes
-    script: str
+    name: str
+    """The text of a script, or the name of a command."""
+    keys: Sequence[bytes]
+    """At least one; in a cluster all in one slot."""
     args: Sequence[Any]
+
+
+class ClusterClient(RedisCluster):
+    """The client of redis-py, but calls that run at the same time do not disturb each other.
+
+    redis-py closes all connections before it asks the servers again who has which slot, also those that other
+    calls are using. This one leaves them open: connections to servers that are gone fail when they are used.
+    """
+
+    async def aclose(self) -> None:
+        """What redis-py calls before it asks the servers again."""
+        self._initialize = True
+
+    async def close_all(self) -> None:
+        """Close all connections."""
+        self._initialize = False
+        await super().aclose()
+
+    async def _execute_command(self, target_node: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await super()._execute_command(target_node, *args, **kwargs)
+        except AttributeError as error:
+            # a search for the servers that was given up has closed the connection while it was being made
+            raise exceptions.ConnectionError("the connection was closed") from error
 
 
 class RedisServers:
@@ -62,7 +82,6 @@ class RedisServers:
     def __init__(self, url: RedisUrl) -> None:
         """Raises ValueError for options that redis-py does not know; the message quotes no password."""
         self.url = url
-        self.name = url.name
         try:
             self.client, self._sentinels = _CLIENTS[url.kind](url)
         except (ValueError, TypeError, *_FAILURES):
@@ -83,44 +102,37 @@ class RedisServers:
         with self.explained():
             return await abandon_if_cancelled(limited())
 
-    async def run(self, prefix: bytes, script: str, *args: Any) -> Any:
+    async def run(self, script: str, keys: Sequence[bytes], *args: Any) -> Any:
         """The reply of a script. Raises StoreError."""
-        keys = (prefix, prefix + _GUARD)
 
         async def evaluate() -> Any:
             try:
-                return await self.client.evalsha(_digest(script), 2, *keys, *args)
+                return await self.client.evalsha(_digest(script), len(keys), *keys, *args)
             except exceptions.NoScriptError:
-                return await self.client.eval(script, 2, *keys, *args)
+                return await self.client.eval(script, len(keys), *keys, *args)
 
         return await self.do(evaluate())
 
-    async def run_each(self, calls: Sequence[Call]) -> list[Any]:
-        """The replies of several scripts, sent in one round trip to each server. Raises StoreError."""
-        if len(calls) == 1:
-            return [await self.run(calls[0].prefix, calls[0].script, *calls[0].args)]
-        replies = await self._send(calls, cached=True)
+    async def run_each(self, calls: Sequence[Call], *, replicated: bool = False) -> list[Any]:
+        """The replies of several calls, sent in one round trip to each server. Raises StoreError.
+
+        Args:
+            replicated: wait until a replica of each server has what was written, if there are replicas: a
+                replica that becomes master then has it too.
+        """
+        if not calls:
+            return []
+        replies = await self.do(self._send(calls, cached=True, replicated=replicated))
         unknown = [i for i, reply in enumerate(replies) if isinstance(reply, exceptions.NoScriptError)]
         if unknown:
-            again = await self._send([calls[i] for i in unknown], cached=False)
-            for i, reply in zip(unknown, again, strict=True):
+            again = [calls[i] for i in unknown]
+            for i, reply in zip(unknown, await self.do(self._send(again, cached=False)), strict=True):
                 replies[i] = reply
         with self.explained():
             for reply in replies:
                 if isinstance(reply, Exception):
                     raise reply
         return replies
-
-    async def get_each(self, names: Sequence[bytes], field: str) -> list[bytes | None]:
-        """One field of several hashes, in one round trip; None where it is missing. Raises StoreError."""
-
-        async def execute() -> list[bytes | None]:
-            pipeline = self.client.pipeline(transaction=False)
-            for name in names:
-                pipeline.hget(name, field)
-            return await _executed(pipeline, raise_on_error=True)
-
-        return await self.do(execute()) if names else []
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -141,30 +153,34 @@ class RedisServers:
             # that no server of a cluster could be asked has a reason
             cause = failure.__cause__ if isinstance(failure, exceptions.RedisClusterException) else None
             error = cause if isinstance(cause, _FAILURES) else failure
-            raise _kind(error)(f"{self.name}: {error}: {_advice(error, self.url)}") from error
+            raise _kind(error)(f"{self.url.name}: {error}: {_advice(error, self.url)}") from error
         except msgspec.DecodeError as error:
-            raise StoreError(f"{self.name} holds what this version cannot read: {error}") from error
+            raise StoreError(f"{self.url.name} holds what this version cannot read: {error}") from error
 
-    async def _send(self, calls: Sequence[Call], *, cached: bool) -> list[Any]:
-        async def execute() -> list[Any]:
-            pipeline = self.client.pipeline(transaction=False)
-            for prefix, script, args in calls:
-                keys = (prefix, prefix + _GUARD)
-                if cached:
-                    pipeline.execute_command("EVALSHA", _digest(script), 2, *keys, *args)
-                else:
-                    pipeline.execute_command("EVAL", script, 2, *keys, *args)
-            return await _executed(pipeline, raise_on_error=False)
+    async def _send(self, calls: Sequence[Call], *, cached: bool, replicated: bool = False) -> list[Any]:
+        pipeline = self.client.pipeline(transaction=False)
+        for name, keys, args in calls:
+            if name.isalpha():
+                pipeline.execute_command(name, *keys, *args)
+            elif cached:
+                pipeline.execute_command("EVALSHA", _digest(name), len(keys), *keys, *args)
+            else:
+                pipeline.execute_command("EVAL", name, len(keys), *keys, *args)
+        for target in self._with_replicas(calls) if replicated else ():
+            pipeline.execute_command("WAIT", 1, _REPLICATED_MS, **target)
+        try:
+            return list(await pipeline.execute(raise_on_error=False))[: len(calls)]
+        except AttributeError as error:
+            # see `ClusterClient`
+            raise exceptions.ConnectionError("the connection was closed") from error
 
-        return await self.do(execute())
-
-
-async def _executed(pipeline: Any, *, raise_on_error: bool) -> list[Any]:
-    try:
-        return list(await pipeline.execute(raise_on_error=raise_on_error))
-    except AttributeError as error:
-        # see `ClusterClient`
-        raise exceptions.ConnectionError("the connection was closed") from error
+    def _with_replicas(self, calls: Sequence[Call]) -> list[dict[str, Any]]:
+        """The servers of some calls that have replicas, as options of a command that is for one of them."""
+        if not isinstance(self.client, ClusterClient):
+            return [{}] if self.url.kind == "sentinel" else []
+        slots = self.client.nodes_manager.slots_cache
+        nodes = [slots.get(self.client.keyslot(call.keys[0]), []) for call in calls]
+        return [{"target_nodes": node} for node in {of_slot[0] for of_slot in nodes if len(of_slot) > 1}]
 
 
 def _digest(script: str) -> str:

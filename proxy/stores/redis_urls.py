@@ -5,7 +5,7 @@
     redis+sentinel://USER:PASSWORD@HOST:26379,HOST2:26379/SERVICE/DB
 
 `rediss` instead of `redis` uses TLS. Options after `?` are those of redis-py, such as `ssl_ca_certs`, and
-`partitions`, `sentinel_username`, `sentinel_password`.
+`sentinel_username`, `sentinel_password`.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,6 @@ from urllib.parse import unquote, urlsplit
 
 from redis.asyncio.connection import parse_url
 
-MOST_PARTITIONS = 1024
 _PORTS = {"server": 6379, "cluster": 6379, "sentinel": 26379}
 _FORMS = {
     "server": "redis://user:password@host:6379/0",
@@ -38,8 +37,6 @@ class RedisUrl:
     sentinel_options: Mapping[str, Any]
     """The same for connections to the sentinels."""
     tls: bool
-    partitions: int | None
-    """Into how many partitions the data are split; None if the URL does not tell."""
     name: str
     """The URL without user, password and options."""
 
@@ -60,8 +57,7 @@ def read_redis_url(url: str) -> RedisUrl:
     except (ValueError, TypeError):
         # the cause may quote a password
         raise ValueError(
-            f"not a Redis URL; it looks like {_FORMS[kind]}, special characters as %XX, "
-            f"`partitions` from 1 to {MOST_PARTITIONS}"
+            f"not a Redis URL; it looks like {_FORMS[kind]}, special characters as %XX"
         ) from None
 
 
@@ -76,9 +72,6 @@ def _read(url: str, base: str, kind: Literal["server", "cluster", "sentinel"]) -
     options: dict[str, Any] = dict(parse_url(f"{base}://{at}host{db}?{parts.query}"))
     del options["host"]
     tls = base == "rediss"
-    partitions = options.pop("partitions", None)
-    if partitions is not None and not 1 <= int(partitions) <= MOST_PARTITIONS:
-        raise ValueError("so many partitions are not possible")
     sentinel = {name.removeprefix("sentinel_"): options.pop(name) for name in _SENTINEL if name in options}
     sentinel |= {name: value for name, value in options.items() if name.startswith(("ssl_", "socket_"))}
     suffix = "" if kind == "server" else f"+{kind}"
@@ -92,7 +85,6 @@ def _read(url: str, base: str, kind: Literal["server", "cluster", "sentinel"]) -
         options=options,
         sentinel_options=sentinel,
         tls=tls,
-        partitions=None if partitions is None else int(partitions),
         name=f"{base}{suffix}://{at_hosts}{path}{db_name}",
     )
 

@@ -1,8 +1,8 @@
-"""A store in a file that all processes of one machine share: the default."""
+"""A store in a file that all processes of one machine share: the default. Or in the memory of one process."""
 
 import asyncio
+import heapq
 import logging
-import secrets
 import sqlite3
 import time
 from collections.abc import Mapping, Sequence
@@ -11,71 +11,92 @@ from pathlib import Path
 
 import msgspec
 
+from proxy.history.consumers import CONSUMERS, acknowledged_by_all
 from proxy.history.store import (
-    SECRET_BYTES,
+    FOUND_AT_MOST,
+    Before,
+    Candidate,
+    CandidateGroup,
+    Cause,
     Cursor,
     Evicted,
+    FeedState,
+    FinishedRollout,
     Found,
     IndexEntry,
     Limits,
     Session,
-    StoredResponse,
     Usage,
 )
 from proxy.history.turn import Turn
-from proxy.history.vocabulary import Reason
-from proxy.stores import sqlite_index
-from proxy.stores.eviction import STEP, AgeClock, evict_in_steps
+from proxy.stores.eviction import AgeClock, evict_in_steps
 from proxy.stores.packed import (
     complete_path,
     fill_prompts,
     missing_holders,
     pack_entries,
-    pack_response,
     pack_turns,
-    unpack_response,
+    pack_value,
     unpack_turn,
+    unpack_value,
 )
-from proxy.stores.sqlite_documents import SqliteDocuments
-from proxy.stores.sqlite_feed import SqliteFeed, finish_rewarded, forget_consumers
-from proxy.stores.sqlite_sessions import SESSIONS, session_from
 from proxy.stores.sqlite_tables import (
     PATH,
+    SESSION_COLUMNS,
+    SESSIONS,
     USED_NOW,
+    Kept,
     Removed,
     TurnRow,
     add_turns,
-    drop_responses,
+    drop_expired,
     evict_step,
+    finish,
+    in_chunks,
     prepare,
+    put,
+    question_marks,
     remove,
-    remove_responses,
     save_session,
+    session_from,
     steady_since,
+    take,
 )
-from proxy.stores.sqlite_threads import Database
+from proxy.stores.sqlite_threads import Database, MemoryDatabase
 from proxy.stores.turn_files import TurnFiles
 
 log = logging.getLogger("tokenproxy")
 
+_CANDIDATES = f"""
+SELECT turn, rollout FROM entries CROSS JOIN turns ON turns.id = turn WHERE key = ? AND ids = ?
+ORDER BY turn DESC LIMIT {FOUND_AT_MOST}
+"""
+_OPEN = """
+SELECT turn FROM entries CROSS JOIN turns ON turns.id = turn WHERE key = ? AND ids = ? AND open
+ORDER BY turn DESC LIMIT 1
+"""
+_FEED = f"""
+SELECT position, revision, cause, {SESSION_COLUMNS}
+FROM feed JOIN sessions ON sessions.id = feed.rollout LEFT JOIN descriptions ON descriptions.id = sessions.id
+"""
+
 
 class SqliteStore:
-    """A file on a local disk. Its folder is created if it does not exist."""
+    """A file on a local disk, whose folder is created if it does not exist; or a database in memory."""
 
-    def __init__(self, path: Path, limits: Limits) -> None:
+    def __init__(self, path: Path | None, limits: Limits) -> None:
+        """`path`: of the file; None for a database in memory, which needs no `open`."""
         self.file = path
-        self._limits = limits
-        self._database = Database(path)
-        self.feed = SqliteFeed(self._database)
-        self.documents = SqliteDocuments(self._database, limits)
+        self.limits = limits
         self._files = TurnFiles(path)
+        self._database = Database(path) if path else MemoryDatabase(self._prepare)
         self._clock = AgeClock(limits.max_age_s)
         self._eviction = asyncio.Lock()
 
     async def open(self) -> None:
         """See `Store.open`."""
         self._clock.was_set(time.time())
-        await self._database.open(lambda connection: prepare(connection, self.file, self._files))
+        await self._database.open(self._prepare)
 
     async def aclose(self) -> None:
         """See `Store.aclose`."""
@@ -88,14 +109,7 @@ class SqliteStore:
         if not turns:
             return Evicted()
         rows = [
-            TurnRow(
-                turn.id,
-                turn.parent,
-                turn_entries,
-                pack_entries(turn_entries),
-                packed,
-                turn.reason == Reason.AMBIGUOUS,
-            )
+            TurnRow(turn.id, turn.parent, turn_entries, pack_entries(turn_entries), packed)
             for turn, turn_entries, packed in zip(turns, entries, await pack_turns(turns), strict=True)
         ]
         now = time.time()
@@ -112,29 +126,24 @@ class SqliteStore:
         )
         return await self._keep_limits(size, session.id)
 
-    async def find(self, keys: Sequence[bytes], rollout: str | None = None) -> dict[bytes, Found]:
+    async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
         """See `Store.find`."""
-        return await self._database.read(lambda connection: sqlite_index.find(connection, keys))
+        return await self._database.read(lambda connection: _find(connection, keys))
 
-    async def evicted(self, keys: Sequence[bytes]) -> set[bytes]:
-        """See `Store.evicted`."""
-
-        def work(connection: sqlite3.Connection) -> set[bytes]:
-            found: set[bytes] = set()
-            for chunk in sqlite_index.in_chunks(keys):
-                query = f"SELECT key FROM evicted WHERE key IN ({sqlite_index.question_marks(chunk)})"
-                found.update(row[0] for row in connection.execute(query, chunk))
-            return found
-
-        return await self._database.read(work)
-
-    async def claim(self, turn: str) -> bool:
+    async def claim(self, key: bytes, ids: bytes) -> str | None:
         """See `Store.claim`."""
-        return await self._database.write(lambda connection: sqlite_index.claim(connection, turn))
+
+        def work(connection: sqlite3.Connection) -> str | None:
+            row = connection.execute(_OPEN, (key, ids)).fetchone()
+            connection.execute("UPDATE turns SET open = 0 WHERE id = ?", row or ("",))
+            return row[0] if row else None
+
+        return await self._database.write(work)
 
     async def release(self, turn: str) -> None:
         """See `Store.release`."""
-        await self._database.write(lambda connection: sqlite_index.release(connection, turn))
+        query = "UPDATE turns SET open = 1 WHERE id = ? AND NOT continued"
+        await self._database.write(lambda connection: connection.execute(query, (turn,)).rowcount)
 
     async def pin(self, rollout: str, until: float) -> None:
         """See `Store.pin`."""
@@ -200,7 +209,6 @@ class SqliteStore:
 
     async def delete(self, rollout: str) -> bool:
         """See `Store.delete`."""
-
         removed = await self._database.write(
             lambda connection: remove(connection, [rollout]), after=self._delete_files
         )
@@ -213,9 +221,11 @@ class SqliteStore:
         def work(connection: sqlite3.Connection) -> bool:
             if not connection.execute("SELECT 1 FROM sessions WHERE id = ?", (rollout,)).fetchone():
                 return False
-            before = _rewards(connection, rollout)
+            changed = not rewards.items() <= _rewards(connection, rollout).items()
             connection.executemany("INSERT OR REPLACE INTO rewards VALUES (?, ?, ?)", rows)
-            finish_rewarded(connection, rollout, before, rewards, now)
+            if rewards:
+                only_again = "" not in rewards
+                finish(connection, rollout, Cause.REWARD, now, changed=changed, only_again=only_again)
             return True
 
         return await self._database.write(work)
@@ -224,82 +234,99 @@ class SqliteStore:
         """See `Store.rewards`."""
         return await self._database.read(lambda connection: _rewards(connection, rollout))
 
-    async def keep_response(self, response: StoredResponse) -> None:
-        """See `Store.keep_response`."""
-        packed = pack_response(response)
-        row = (response.id, response.key, time.time(), len(packed), packed)
+    async def finish(self, rollout: str, cause: Cause) -> bool:
+        """See `Store.finish`."""
+        now = time.time()
+        return await self._database.write(lambda connection: finish(connection, rollout, cause, now))
 
-        def work(connection: sqlite3.Connection) -> None:
-            insert = "INSERT OR IGNORE INTO responses (id, key, kept, size, packed) VALUES (?, ?, ?, ?, ?)"
-            if connection.execute(insert, row).rowcount:
-                update = "UPDATE totals SET response_bytes = response_bytes + ?"
-                connection.execute(update, (len(packed),))
-                while drop_responses(connection, self._limits, oldest=0.0) == STEP:
-                    pass
+    async def finish_idle(self, before: float, limit: int) -> int:
+        """See `Store.finish_idle`."""
+        now = time.time()
+        query = """
+            SELECT used, id FROM sessions, feed_state
+            WHERE (used, id) > (idle_used, idle_id) AND used < ? ORDER BY used, id LIMIT ?
+        """
 
-        await self._database.write(work)
+        def work(connection: sqlite3.Connection) -> int:
+            rows = connection.execute(query, (before, limit)).fetchall()
+            for _, rollout in rows:
+                finish(connection, rollout, Cause.IDLE, now)
+            if rows:
+                connection.execute("UPDATE feed_state SET idle_used = ?, idle_id = ?", rows[-1])
+            return len(rows)
 
-    async def responses(self, key: bytes) -> list[StoredResponse]:
-        """See `Store.responses`."""
-        oldest = time.time() - self._limits.response_age_s
+        return await self._database.write(work)
 
-        def work(connection: sqlite3.Connection) -> list[StoredResponse]:
-            query = "SELECT packed FROM responses WHERE key = ? AND kept >= ? ORDER BY id DESC"
-            return [unpack_response(row[0]) for row in connection.execute(query, (key, oldest))]
+    async def finished(self, after: int, *, limit: int, tenant: str | None = None) -> list[FinishedRollout]:
+        """See `Store.finished`."""
+        where = "position > ?"
+        values: list[str | int] = [after, limit]
+        if tenant is not None:
+            where, values = "feed.tenant = ? AND position > ?", [tenant, after, limit]
+
+        def work(connection: sqlite3.Connection) -> list[FinishedRollout]:
+            rows = connection.execute(f"{_FEED} WHERE {where} ORDER BY position LIMIT ?", values)
+            return [
+                FinishedRollout(position, revision, Cause(cause), session_from(session))
+                for position, revision, cause, *session in rows
+            ]
 
         return await self._database.read(work)
 
-    async def take_response(self, response: StoredResponse) -> bool:
-        """See `Store.take_response`."""
+    async def feed_state(self, tenant: str = "", after: int | None = None) -> FeedState:
+        """See `Store.feed_state`."""
 
-        def work(connection: sqlite3.Connection) -> bool:
-            query = "SELECT seq, size FROM responses WHERE id = ?"
-            rows = connection.execute(query, (response.id,)).fetchall()
-            remove_responses(connection, rows)
-            return bool(rows)
+        def work(connection: sqlite3.Connection) -> FeedState:
+            end = connection.execute("SELECT last FROM feed_state").fetchone()[0]
+            if after is None:
+                return FeedState(end)
+            query = "SELECT count(*), coalesce(min(position), 0) FROM feed WHERE tenant = ? AND position > ?"
+            return FeedState(end, *connection.execute(query, (tenant, after)).fetchone())
 
-        return await self._database.write(work)
+        return await self._database.read(work)
 
-    async def replica_changes(self, fleet: str) -> dict[str, str]:
-        """See `Store.replica_changes`."""
-        query = "SELECT url, change FROM replica_changes WHERE fleet = ?"
-        return await self._database.read(lambda connection: dict(connection.execute(query, (fleet,))))
+    async def put(
+        self, space: str, name: str, value: bytes, *, keep_s: float | None = None, before: Before = ...
+    ) -> bool:
+        """See `Store.put`."""
+        now, most = time.time(), self.limits.bytes_of(space)
+        wanted = await pack_value(before) if isinstance(before, bytes) else before
+        row = Kept(space, name, inf if keep_s is None else now + keep_s, await pack_value(value))
+        return await self._database.write(
+            lambda connection: put(connection, row, now, most, wanted), size=len(row.value)
+        )
 
-    async def change_replica(self, fleet: str, url: str, change: str | None) -> None:
-        """See `Store.change_replica`."""
-        query, values = "INSERT OR REPLACE INTO replica_changes VALUES (?, ?, ?)", [fleet, url, change]
-        if change is None:
-            query, values = "DELETE FROM replica_changes WHERE fleet = ? AND url = ?", [fleet, url]
-        await self._database.write(lambda connection: connection.execute(query, values).rowcount)
+    async def get(self, space: str, names: Sequence[str] | None = None) -> dict[str, bytes]:
+        """See `Store.get`."""
+        query, now = "SELECT name, value FROM kept WHERE space = ? AND expires > ?", time.time()
 
-    async def secret(self) -> bytes:
-        """See `Store.secret`."""
+        def work(connection: sqlite3.Connection) -> dict[str, bytes]:
+            found = dict(connection.execute(query, (space, now))) if names is None else {}
+            for chunk in in_chunks(names or ()):
+                one_of = f"{query} AND name IN ({question_marks(chunk)})"
+                found.update(connection.execute(one_of, (space, now, *chunk)))
+            return {name: unpack_value(value) for name, value in found.items()}
 
-        def work(connection: sqlite3.Connection) -> bytes:
-            new = secrets.token_bytes(SECRET_BYTES)
-            connection.execute("INSERT OR IGNORE INTO secret VALUES (0, ?)", (new,))
-            secret: bytes = connection.execute("SELECT value FROM secret").fetchone()[0]
-            return secret
+        return await self._database.read(work)
 
-        return await self._database.write(work)
+    async def take(self, space: str, name: str) -> bytes | None:
+        """See `Store.take`."""
+        now = time.time()
+        value = await self._database.write(lambda connection: take(connection, space, name, now))
+        return None if value is None else unpack_value(value)
 
     async def evict(self) -> Evicted:
         """See `Store.evict`."""
-        now, limits = time.time(), self._limits
-        oldest_response = now - limits.response_age_s
-        while (
-            await self._database.write(lambda connection: drop_responses(connection, limits, oldest_response))
-            == STEP
-        ):
-            pass
-        await self.documents.drop_old()
+        now = time.time()
         was_set = self._clock.was_set(now)
-        steady = await self._database.write(
-            lambda connection: steady_since(connection, self._clock, now, was_set)
-        )
-        oldest = self._clock.oldest(now, steady)
-        await self._database.write(lambda connection: forget_consumers(connection, oldest))
-        return await self._evict(None, oldest)
+
+        def work(connection: sqlite3.Connection) -> float:
+            for (space,) in connection.execute("SELECT space FROM kept_bytes").fetchall():
+                drop_expired(connection, space, now)
+            return steady_since(connection, self._clock, now, was_set)
+
+        steady = await self._database.write(work)
+        return await self._evict(None, self._clock.oldest(now, steady))
 
     async def usage(self) -> Usage:
         """See `Store.usage`."""
@@ -307,18 +334,23 @@ class SqliteStore:
         return await self._database.read(lambda connection: Usage(*connection.execute(query).fetchone()))
 
     async def _keep_limits(self, size: int, own: str) -> Evicted:
-        return await self._evict(own) if size > self._limits.max_bytes else Evicted()
+        return await self._evict(own) if size > self.limits.max_bytes else Evicted()
 
     async def _evict(self, own: str | None, oldest: float = 0.0) -> Evicted:
+        read = acknowledged_by_all(await self.get(CONSUMERS))
+
         async def step() -> Evicted:
             now = time.time()
             removed = await self._database.write(
-                lambda connection: evict_step(connection, self._limits, own, oldest, now),
+                lambda connection: evict_step(connection, self.limits, own, oldest, now, read),
                 after=self._delete_files,
             )
             return removed.evicted
 
         return await evict_in_steps(self._eviction, step)
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        prepare(connection, self.file, self._files)
 
     def _delete_files(self, removed: Removed) -> None:
         self._files.delete(removed.files)
@@ -336,6 +368,29 @@ class SqliteStore:
         except (msgspec.DecodeError, OSError) as error:
             log.error("a turn in %s cannot be read and is ignored: %s", file, error)
             return None
+
+
+def _find(connection: sqlite3.Connection, keys: Sequence[bytes]) -> dict[bytes, Found]:
+    groups: dict[bytes, dict[bytes, list[int | str]]] = {}
+    for chunk in in_chunks(keys):
+        marks = question_marks(chunk)
+        query = f"""
+            SELECT key, ids, count(*), max(turn), 0 FROM entries WHERE key IN ({marks}) GROUP BY key, ids
+            UNION ALL SELECT key, ids, 0, '', 1 FROM evicted WHERE key IN ({marks})
+        """
+        for key, ids, count, newest, evicted in connection.execute(query, [*chunk, *chunk]):
+            group = groups.setdefault(key, {}).setdefault(ids, [0, "", 0])
+            groups[key][ids] = [group[0] + count, newest or group[1], group[2] + evicted]
+    found = {}
+    for key, of_key in groups.items():
+        newest_first = heapq.nlargest(FOUND_AT_MOST, of_key.items(), key=lambda item: str(item[1][1]))
+        listed = []
+        for ids, (count, _, evicted) in newest_first:
+            rows = connection.execute(_CANDIDATES, (key, ids)) if count else ()
+            candidates = [Candidate(*row) for row in rows] + [Candidate("", "")] * int(evicted)
+            listed.append(CandidateGroup(ids, int(count) + int(evicted), candidates[:FOUND_AT_MOST]))
+        found[key] = Found(sum(int(count) + int(evicted) for count, _, evicted in of_key.values()), listed)
+    return found
 
 
 def _rewards(connection: sqlite3.Connection, rollout: str) -> dict[str, float]:

@@ -163,21 +163,6 @@ class DatabaseFile:
     def _side_file(self, suffix: str) -> Path:
         return self.path.with_name(self.path.name + suffix)
 
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Errors as StoreErrors that name the file and what to do."""
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise _kind(error)(f"{self.path}: {error}: {_advice(error)}") from error
-        except msgspec.DecodeError as error:
-            raise StoreError(f"{self.path} holds what this version cannot read: {error}") from error
-        except OSError as error:
-            kind = StoreUnusable if error.errno in _NO_FOLDER else StoreError
-            raise kind(
-                f"{self.path}: cannot create the file or its folder: {error.strerror}: name another file"
-            ) from error
-
 
 class Connection:
     """The connection of one thread; opened anew where the name points to another file."""
@@ -219,6 +204,22 @@ class Connection:
                 self.close()
                 self._file.distrust()
             raise
+
+
+@contextmanager
+def explained(place: object) -> Iterator[None]:
+    """Errors as StoreErrors that name the database and what to do."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise _kind(error)(f"{place}: {error}: {_advice(error)}") from error
+    except msgspec.DecodeError as error:
+        raise StoreError(f"{place} holds what this version cannot read: {error}") from error
+    except OSError as error:
+        kind = StoreUnusable if error.errno in _NO_FOLDER else StoreError
+        raise kind(
+            f"{place}: cannot create the file or its folder: {error.strerror}: name another file"
+        ) from error
 
 
 @contextmanager

@@ -6,26 +6,18 @@ to add anything up. Everything here runs in a transaction of the caller.
 
 import dataclasses
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from proxy.history.store import Evicted, IndexEntry, Limits, Session, StoreUnusable
+from proxy.history.store import Before, Cause, Evicted, IndexEntry, Limits, Session, StoreUnusable
 from proxy.stores.eviction import STEP, AgeClock, ClockRecord, eviction_target
 from proxy.stores.packed import description_size, unpack_entries
-from proxy.stores.sqlite_documents import DOCUMENT_TABLES
-from proxy.stores.sqlite_feed import FEED_TABLES, undelivered
-from proxy.stores.sqlite_index import (
-    INDEX_SCHEMA,
-    flag_ambiguous,
-    in_chunks,
-    mark_continued,
-    put_entries,
-    remove_entries,
-)
 from proxy.stores.turn_files import FILES_SCHEMA, TurnFiles
 
-SCHEMA_VERSION = 3
+T = TypeVar("T", bytes, str)
+
+SCHEMA_VERSION = 4
 _APPLICATION_ID = 0x746F6B70
 _SCHEMA = f"""
 CREATE TABLE turns (
@@ -33,7 +25,13 @@ CREATE TABLE turns (
     continued INTEGER NOT NULL, entries BLOB NOT NULL, file TEXT, packed BLOB NOT NULL
 );
 CREATE INDEX turns_of_rollout ON turns (rollout, id);
-{INDEX_SCHEMA}{FILES_SCHEMA}
+CREATE TABLE entries (
+    key BLOB NOT NULL, ids BLOB NOT NULL, turn TEXT NOT NULL, PRIMARY KEY (key, ids, turn)
+) WITHOUT ROWID;
+CREATE TABLE evicted (
+    seq INTEGER PRIMARY KEY, key BLOB NOT NULL, ids BLOB NOT NULL, UNIQUE (key, ids)
+);
+{FILES_SCHEMA}
 CREATE TABLE sessions (
     id TEXT NOT NULL PRIMARY KEY, tenant TEXT NOT NULL, explicit INTEGER NOT NULL, ambiguous INTEGER NOT NULL,
     created REAL NOT NULL, used REAL NOT NULL, pinned_until REAL NOT NULL, turns INTEGER NOT NULL,
@@ -47,27 +45,33 @@ CREATE TABLE descriptions (
 CREATE TABLE rewards (
     rollout TEXT NOT NULL, turn TEXT NOT NULL, reward REAL, PRIMARY KEY (rollout, turn)
 ) WITHOUT ROWID;
-CREATE TABLE evicted (seq INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE);
-CREATE TABLE responses (
-    seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, key BLOB NOT NULL, kept REAL NOT NULL,
-    size INTEGER NOT NULL, packed BLOB NOT NULL
+CREATE TABLE kept (
+    space TEXT NOT NULL, name TEXT NOT NULL, expires REAL NOT NULL, value BLOB NOT NULL, UNIQUE (space, name)
 );
-CREATE INDEX responses_by_key ON responses (key, id);
-CREATE TABLE totals (turns INTEGER NOT NULL, size INTEGER NOT NULL, response_bytes INTEGER NOT NULL);
-INSERT INTO totals VALUES (0, 0, 0);
+CREATE INDEX kept_by_expiry ON kept (space, expires);
+CREATE TABLE kept_bytes (space TEXT NOT NULL PRIMARY KEY, bytes INTEGER NOT NULL);
+CREATE TABLE feed (
+    position INTEGER NOT NULL PRIMARY KEY, rollout TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL,
+    revision INTEGER NOT NULL, turns INTEGER NOT NULL, cause TEXT NOT NULL
+);
+CREATE INDEX feed_of_tenant ON feed (tenant, position);
+CREATE TABLE feed_state (last INTEGER NOT NULL, idle_used REAL NOT NULL, idle_id TEXT NOT NULL);
+INSERT INTO feed_state VALUES (0, 0.0, '');
+CREATE TABLE clock (seen REAL NOT NULL, steady_since REAL NOT NULL);
+CREATE TABLE totals (turns INTEGER NOT NULL, size INTEGER NOT NULL);
+INSERT INTO totals VALUES (0, 0);
 PRAGMA application_id = {_APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 """
-# not in the schema: files of this version may lack them
-_LATER_TABLES = (
-    "CREATE TABLE IF NOT EXISTS clock (seen REAL NOT NULL, steady_since REAL NOT NULL)",
-    """CREATE TABLE IF NOT EXISTS replica_changes (
-        fleet TEXT NOT NULL, url TEXT NOT NULL, change TEXT NOT NULL, PRIMARY KEY (fleet, url)
-    ) WITHOUT ROWID""",
-    "CREATE TABLE IF NOT EXISTS secret (only INTEGER PRIMARY KEY CHECK (only = 0), value BLOB NOT NULL)",
-    *FEED_TABLES,
-    *DOCUMENT_TABLES,
-)
+"""`last` of `feed_state` is the last position of the feed; (`idle_used`, `idle_id`) the last session that
+`finish_idle` looked at."""
+SESSION_COLUMNS = """
+sessions.id, sessions.tenant, explicit, ambiguous, created, used, sessions.turns, size, defaults, overrides,
+metadata
+"""
+SESSIONS = f"""
+SELECT {SESSION_COLUMNS} FROM sessions LEFT JOIN descriptions ON descriptions.id = sessions.id
+"""
 USED_NOW = """
 used = CASE
     WHEN used >= (SELECT max(used) FROM sessions) THEN max(used, :now)
@@ -88,10 +92,11 @@ ON CONFLICT (id) DO UPDATE SET tenant = :tenant, explicit = :explicit, created =
 """
 _ADD_TO_SESSION = f"""
 INSERT INTO sessions VALUES (
-    :id, :tenant, :explicit, 0, :created,
+    :id, :tenant, :explicit, :ambiguous, :created,
     max(:now, coalesce((SELECT max(used) FROM sessions) + 0.000001, 0)), 0, :turns, :size, 0
 )
-ON CONFLICT (id) DO UPDATE SET {USED_NOW}, turns = turns + :turns, size = size + :size
+ON CONFLICT (id) DO UPDATE SET {USED_NOW}, turns = turns + :turns, size = size + :size,
+    ambiguous = max(ambiguous, :ambiguous)
 """
 """Count new turns of a session, which is created if there is none."""
 _NO_DESCRIPTION = (b"{}", b"{}", b"{}")
@@ -105,11 +110,9 @@ class TurnRow(NamedTuple):
     entries: Sequence[IndexEntry]
     packed_entries: bytes
     packed: bytes
-    ambiguous: bool
-    """Whether it makes its session ambiguous by itself."""
 
 
-def prepare(connection: sqlite3.Connection, path: Path, files: TurnFiles) -> None:
+def prepare(connection: sqlite3.Connection, path: Path | None, files: TurnFiles) -> None:
     """Make the tables where there are none, and delete the files that killed processes left.
 
     Raises:
@@ -118,24 +121,17 @@ def prepare(connection: sqlite3.Connection, path: Path, files: TurnFiles) -> Non
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     application = connection.execute("PRAGMA application_id").fetchone()[0]
     if application == _APPLICATION_ID and version == SCHEMA_VERSION:
-        _create_later_tables(connection)
         files.delete_unused(connection)
         return
     if application == _APPLICATION_ID:
         raise StoreUnusable(
             f"{path} has version {version} of the tables, and this program needs version {SCHEMA_VERSION}: "
-            "move the file away, or name another"
+            "export it with the program that wrote it, then move the file away or name another"
         )
     if version or connection.execute("SELECT 1 FROM sqlite_master").fetchone():
         raise StoreUnusable(f"{path} is another program's database: name another file")
     # executescript would commit
     for statement in filter(str.strip, _SCHEMA.split(";")):
-        connection.execute(statement)
-    _create_later_tables(connection)
-
-
-def _create_later_tables(connection: sqlite3.Connection) -> None:
-    for statement in _LATER_TABLES:
         connection.execute(statement)
 
 
@@ -158,12 +154,15 @@ def add_turns(
     size = sum(len(row.packed) + len(row.packed_entries) for row in new)
     _add_to_session(connection, session, len(new), size, now)
     for row in new:
-        flag_ambiguous(connection, session.id, row.entries, row.ambiguous)
-        put_entries(connection, row.id, row.entries)
+        values = [value for key, ids in row.entries for value in (key, ids, row.id)]
+        if values:
+            # one statement: the module `sqlite3` releases the interpreter lock in each, and may wait for it
+            marks = ", ".join(["(?, ?, ?)"] * (len(values) // 3))
+            connection.execute(f"INSERT OR IGNORE INTO entries VALUES {marks}", values)
     # after all of them: a parent may follow its child
     for row in new:
         if row.parent is not None:
-            mark_continued(connection, row.parent)
+            connection.execute("UPDATE turns SET open = 0, continued = 1 WHERE id = ?", (row.parent,))
     connection.execute("UPDATE totals SET turns = turns + ?, size = size + ?", (len(new), size))
     return held_bytes(connection)
 
@@ -194,12 +193,25 @@ def _add_to_session(
         "id": session.id,
         "tenant": session.tenant,
         "explicit": session.explicit,
+        "ambiguous": session.ambiguous,
         "created": session.created,
         "now": now,
         "turns": turns,
         "size": size,
     }
     connection.execute(_ADD_TO_SESSION, values)
+
+
+def in_chunks(values: Iterable[T]) -> Iterator[list[T]]:
+    """The distinct values, in lists short enough for the values of one statement."""
+    distinct = list(dict.fromkeys(values))
+    for start in range(0, len(distinct), 256):
+        yield distinct[start : start + 256]
+
+
+def question_marks(values: Sequence[object]) -> str:
+    """As many as there are values, for SQL's `IN (...)`."""
+    return ", ".join("?" * len(values))
 
 
 def steady_since(connection: sqlite3.Connection, clock: AgeClock, now: float, was_set: bool) -> float:
@@ -250,7 +262,7 @@ class Removed(NamedTuple):
     """What was removed with some rollouts."""
 
     evicted: Evicted = Evicted()
-    keys: Sequence[bytes] = ()
+    entries: Sequence[IndexEntry] = ()
     """Of the turns."""
     files: Sequence[str] = ()
     """Of the turns: to be deleted after the transaction."""
@@ -259,7 +271,7 @@ class Removed(NamedTuple):
 def remove(connection: sqlite3.Connection, rollouts: Iterable[str]) -> Removed:
     """Remove rollouts with all their turns."""
     removed, turns, size = 0, 0, 0
-    keys: list[bytes] = []
+    found_by: list[IndexEntry] = []
     files: list[str] = []
     for rollout in rollouts:
         name = (rollout,)
@@ -267,11 +279,12 @@ def remove(connection: sqlite3.Connection, rollouts: Iterable[str]) -> Removed:
         if session is None:
             continue
         removed, turns, size = removed + 1, turns + session[0], size + session[1]
-        query = "SELECT id, open, entries, file FROM turns WHERE rollout = ?"
-        for turn, open, packed_entries, file in connection.execute(query, name):
+        query = "SELECT id, entries, file FROM turns WHERE rollout = ?"
+        for turn, packed_entries, file in connection.execute(query, name):
             entries = unpack_entries(packed_entries)
-            remove_entries(connection, turn, entries, open)
-            keys.extend(entry.key for entry in entries)
+            delete = "DELETE FROM entries WHERE key = ? AND ids = ? AND turn = ?"
+            connection.executemany(delete, [(*entry, turn) for entry in entries])
+            found_by += entries
             if file is not None:
                 files.append(file)
         connection.execute("DELETE FROM turns WHERE rollout = ?", name)
@@ -280,15 +293,21 @@ def remove(connection: sqlite3.Connection, rollouts: Iterable[str]) -> Removed:
         connection.execute("DELETE FROM descriptions WHERE id = ?", name)
         connection.execute("DELETE FROM sessions WHERE id = ?", name)
     connection.execute("UPDATE totals SET turns = turns - ?, size = size - ?", (turns, size))
-    return Removed(Evicted(removed, turns, size), keys, files)
+    return Removed(Evicted(removed, turns, size), found_by, files)
 
 
 def evict_step(
-    connection: sqlite3.Connection, limits: Limits, own: str | None, oldest: float, now: float
+    connection: sqlite3.Connection,
+    limits: Limits,
+    own: str | None,
+    oldest: float,
+    now: float,
+    read: Mapping[str, int],
 ) -> Removed:
     """Evict some rollouts last used before `oldest`, and some of the least recently used if too much is held.
 
     Args:
+        read: the position of the feed that all consumers of a tenant have acknowledged, by tenant.
         own: evicted last, and only if it alone exceeds the limit.
     """
     left, count = held_bytes(connection), 0
@@ -309,39 +328,121 @@ def evict_step(
         chosen = [row[0] for row in connection.execute(query, (own, limits.max_bytes, now))]
     if not chosen:
         return Removed()
-    missed = undelivered(connection, chosen)
+    missed = 0
+    for part in in_chunks(chosen):
+        query = f"SELECT tenant, position FROM feed WHERE rollout IN ({question_marks(part)})"
+        missed += sum(
+            position > read.get(tenant, position) for tenant, position in connection.execute(query, part)
+        )
     removed = remove(connection, chosen)
-    _remember_evicted(connection, removed.keys, limits.evicted_keys)
+    connection.executemany(
+        "INSERT OR REPLACE INTO evicted (key, ids) VALUES (?, ?)", list(dict.fromkeys(removed.entries))
+    )
+    last = connection.execute("SELECT max(seq) FROM evicted").fetchone()[0] or 0
+    connection.execute("DELETE FROM evicted WHERE seq <= ?", (last - limits.evicted_keys,))
     return removed._replace(evicted=dataclasses.replace(removed.evicted, undelivered=missed))
 
 
-def _remember_evicted(connection: sqlite3.Connection, keys: Iterable[bytes], limit: int) -> None:
-    for chunk in in_chunks(keys):
-        rows = ", ".join(["(?)"] * len(chunk))
-        connection.execute(f"INSERT OR REPLACE INTO evicted (key) VALUES {rows}", chunk)
-    last = connection.execute("SELECT max(seq) FROM evicted").fetchone()[0] or 0
-    connection.execute("DELETE FROM evicted WHERE seq <= ?", (last - limit,))
+def session_from(row: Sequence[Any]) -> Session:
+    """A session from a row of SESSION_COLUMNS."""
+    rollout, tenant, explicit, ambiguous, created, used, turns, size, *description = row
+    return Session(
+        id=rollout,
+        tenant=tenant,
+        explicit=bool(explicit),
+        ambiguous=bool(ambiguous),
+        created=created,
+        used=used,
+        turns=turns,
+        size=size,
+        **{
+            name: value
+            for name, value in zip(("defaults", "overrides", "metadata"), description, strict=True)
+            if value is not None
+        },
+    )
 
 
-def drop_responses(connection: sqlite3.Connection, limits: Limits, oldest: float) -> int:
-    """Drop the oldest responses, at most STEP: those kept before `oldest`, and those that are too much.
+def finish(
+    connection: sqlite3.Connection,
+    rollout: str,
+    cause: Cause,
+    now: float,
+    *,
+    changed: bool = False,
+    only_again: bool = False,
+) -> bool:
+    """See `Store.finish`.
 
-    Returns how many were dropped.
+    Args:
+        changed: whether more than its turns changed since it was finished.
+        only_again: change nothing unless it is in the feed already.
     """
-    left = connection.execute("SELECT response_bytes FROM totals").fetchone()[0]
-    dropped = []
-    query = f"SELECT seq, size, kept FROM responses ORDER BY seq LIMIT {STEP}"
-    for seq, size, kept in connection.execute(query).fetchall():
-        if kept >= oldest and left <= limits.response_bytes:
-            break
-        dropped.append((seq, size))
-        left -= size
-    remove_responses(connection, dropped)
-    return len(dropped)
+    query = """
+        SELECT sessions.tenant, sessions.turns, feed.turns, revision
+        FROM sessions LEFT JOIN feed ON feed.rollout = sessions.id WHERE sessions.id = ?
+    """
+    row = connection.execute(query, (rollout,)).fetchone()
+    if row is None:
+        return False
+    tenant, turns, finished_turns, revision = row
+    unchanged = finished_turns == turns and not changed
+    if not turns or unchanged or (only_again and revision is None):
+        return False
+    connection.execute("UPDATE feed_state SET last = max(last + 1, ?)", (int(now * 1e6),))
+    insert = "INSERT OR REPLACE INTO feed SELECT last, ?, ?, ?, ?, ? FROM feed_state"
+    connection.execute(insert, (rollout, tenant, (revision or 0) + 1, turns, cause))
+    return True
 
 
-def remove_responses(connection: sqlite3.Connection, responses: Sequence[tuple[int, int]]) -> None:
-    """Remove responses, given by number and size."""
-    connection.executemany("DELETE FROM responses WHERE seq = ?", [(seq,) for seq, _ in responses])
-    size = sum(size for _, size in responses)
-    connection.execute("UPDATE totals SET response_bytes = response_bytes - ?", (size,))
+class Kept(NamedTuple):
+    """A value of a space, as a row of its table."""
+
+    space: str
+    name: str
+    expires: float
+    value: bytes
+
+
+def put(connection: sqlite3.Connection, row: Kept, now: float, most: int, before: Before) -> bool:
+    """See `Store.put`. `most`: bytes that the space may hold."""
+    drop_expired(connection, row.space, now)
+    query = "SELECT value, expires > ? FROM kept WHERE space = ? AND name = ?"
+    held, valid = connection.execute(query, (now, *row[:2])).fetchone() or (b"", False)
+    if len(row.value) > most or before not in (..., held if valid else None):
+        return False
+    connection.execute("INSERT OR REPLACE INTO kept VALUES (?, ?, ?, ?)", row)
+    _grow(connection, row.space, len(row.value) - len(held))
+    query = "SELECT bytes FROM kept_bytes WHERE space = ?"
+    while connection.execute(query, (row.space,)).fetchone()[0] > most:
+        first = "SELECT rowid, length(value) FROM kept WHERE space = ? ORDER BY expires, rowid LIMIT 1"
+        _drop(connection, row.space, connection.execute(first, (row.space,)).fetchall())
+    return True
+
+
+def take(connection: sqlite3.Connection, space: str, name: str, now: float) -> bytes | None:
+    """See `Store.take`."""
+    query = "SELECT rowid, length(value), value FROM kept WHERE space = ? AND name = ? AND expires > ?"
+    row = connection.execute(query, (space, name, now)).fetchone()
+    _drop(connection, space, [row[:2]] if row else [])
+    return row[2] if row else None
+
+
+def drop_expired(connection: sqlite3.Connection, space: str, now: float) -> None:
+    """Drop some of the values that expired."""
+    query = "SELECT rowid, length(value) FROM kept WHERE space = ? AND expires <= ? ORDER BY expires LIMIT ?"
+    _drop(connection, space, connection.execute(query, (space, now, STEP)).fetchall())
+
+
+def _drop(connection: sqlite3.Connection, space: str, rows: Sequence[tuple[int, int]]) -> None:
+    connection.executemany("DELETE FROM kept WHERE rowid = ?", [(number,) for number, _ in rows])
+    _grow(connection, space, -sum(size for _, size in rows))
+
+
+def _grow(connection: sqlite3.Connection, space: str, size: int) -> None:
+    if size:
+        add = """
+            INSERT INTO kept_bytes VALUES (?, ?)
+            ON CONFLICT (space) DO UPDATE SET bytes = bytes + excluded.bytes
+        """
+        connection.execute(add, (space, size))

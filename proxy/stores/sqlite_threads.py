@@ -11,6 +11,7 @@ import queue
 import sqlite3
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 
 from proxy.history.store import StoreError
 from proxy.stores import sqlite_file
-from proxy.stores.sqlite_file import Connection, DatabaseFile, Work, transaction
+from proxy.stores.sqlite_file import Connection, DatabaseFile, Work, explained, transaction
 
 T = TypeVar("T")
 
@@ -50,6 +51,38 @@ class _Job:
 
 
 _Outcome = tuple["asyncio.Future[Any]", Any, Exception | None]
+
+
+class MemoryDatabase:
+    """A database in this process, gone when it ends. Calls run at once, in the thread of the event loop."""
+
+    def __init__(self, prepare: Work[None]) -> None:
+        """`prepare` creates the tables."""
+        self._connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        weakref.finalize(self, self._connection.close)
+        prepare(self._connection)
+
+    async def open(self, prepare: Work[None]) -> None:
+        """Nothing: the tables are there."""
+
+    async def aclose(self) -> None:
+        """Nothing: the data stay as long as this object."""
+
+    async def write(
+        self,
+        work: Work[T],
+        size: int = 0,
+        after: Callable[[T], None] | None = None,
+        failed: Callable[[], None] | None = None,
+    ) -> T:
+        """The result of `work`, run in a transaction. It has no files, which `after` and `failed` are for."""
+        with explained("memory:"), transaction(self._connection, 0.0):
+            return work(self._connection)
+
+    async def read(self, work: Work[T]) -> T:
+        """The result of `work`, which changes nothing."""
+        with explained("memory:"):
+            return work(self._connection)
 
 
 class Database:
@@ -129,7 +162,7 @@ class Database:
     def _open(self, file: DatabaseFile) -> Connection:
         connection = Connection(file, waits=False)
         try:
-            with file.explained():
+            with explained(self._path):
                 connection.get()
         except BaseException:  # whatever it was, the caller gets no connection, so it cannot close the file
             file.close()
@@ -139,7 +172,7 @@ class Database:
     def _read(self, file: DatabaseFile, work: Work[T]) -> T:
         reader = self._idle.get()
         try:
-            with file.explained(), reader.distrusted_on_error():
+            with explained(self._path), reader.distrusted_on_error():
                 connection = reader.get()
                 connection.execute("BEGIN")
                 try:
@@ -179,7 +212,7 @@ class Database:
     def _commit(self, file: DatabaseFile, connection: Connection, group: Sequence[_Job]) -> None:
         """All in one transaction; if that fails, each in its own, so that one cannot spoil the others."""
         try:
-            with file.explained(), connection.distrusted_on_error():
+            with explained(self._path), connection.distrusted_on_error():
                 results = _run(connection, group)
         except Exception as error:  # noqa: BLE001 - the boundary of the thread: the futures get it
             if len(group) == 1 or isinstance(error.__cause__, sqlite3.OperationalError):

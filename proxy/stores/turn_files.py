@@ -30,12 +30,14 @@ _FILE_FROM_BYTES = 16_384
 class TurnFiles:
     """The files of one database. Safe across threads."""
 
-    def __init__(self, database: Path) -> None:
+    def __init__(self, database: Path | None) -> None:
+        """`database`: None for one in memory, whose turns have no files."""
         self._named = database
 
     @property
     def _database(self) -> Path:
         """Where the database really is: processes that name it by different links share the files too."""
+        assert self._named is not None  # turns in memory have no files
         return self._named.resolve()
 
     @property
@@ -44,8 +46,9 @@ class TurnFiles:
         return database.with_name(f"{database.name}-turns")
 
     def new_name(self, connection: sqlite3.Connection, packed: bytes) -> str | None:
-        """Name for the file of a packed turn; None if the turn is short enough for the database."""
-        return f"{_prefix(connection)}-{new_id()}" if len(packed) >= _FILE_FROM_BYTES else None
+        """Name for the file of a packed turn; None if the turn stays in the database."""
+        in_file = self._named is not None and len(packed) >= _FILE_FROM_BYTES
+        return f"{_prefix(connection)}-{new_id()}" if in_file else None
 
     def write(self, name: str, packed: bytes) -> None:
         """Write a file, with the mode of the database. Raises OSError."""
@@ -73,7 +76,7 @@ class TurnFiles:
 
     def delete_unused(self, connection: sqlite3.Connection) -> None:
         """Delete the files without turns. In a transaction that writes: no process adds files meanwhile."""
-        if not self._folder.is_dir():
+        if self._named is None or not self._folder.is_dir():
             return
         prefix = _prefix(connection)
         present = {path.name for path in self._folder.glob(f"{prefix}-*")}

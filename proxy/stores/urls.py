@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from proxy.history.store import Limits, Store
-from proxy.stores.memory import MemoryStore
 from proxy.stores.sqlite import SqliteStore
 
 STORE_URLS = {
@@ -29,14 +28,14 @@ def make_store(url: str, limits: Limits) -> Store:
     """
     scheme, colon, rest = url.partition(":")
     if colon and scheme == "memory" and not rest:
-        return MemoryStore(limits)
+        return SqliteStore(None, limits)
     if colon and scheme == "sqlite" and (path := _path(rest)):
         return SqliteStore(path, limits)
     if colon and scheme in _REDIS:
         # read only by those who use it: it takes longer than all the rest here
-        from proxy.stores.redis_stores import make_redis_store
+        from proxy.stores.redis import RedisStore
 
-        return make_redis_store(f"{_REDIS[scheme]}:{rest}", limits)
+        return RedisStore(f"{_REDIS[scheme]}:{rest}", limits)
     forms = "; ".join(f"{form} ({meaning})" for form, meaning in STORE_URLS.items())
     raise ValueError(f"no store has a URL like '{scheme}{colon}{'...' if rest else ''}'. There are: {forms}")
 

@@ -16,11 +16,13 @@ from proxy.history.completion import Batch, Completion, SampledChoice
 from proxy.history.turn import WeightSpan, pack_ids
 from proxy.history.vocabulary import ABORTED
 from proxy.turn import wire
-from proxy.turn.cut import CUT_FROM_BYTES, REFUSALS
+from proxy.turn.cut import REFUSALS
 from proxy.turn.usual_chunk import Piece
 from tokenization import InvalidIds, ids
 
 T = TypeVar("T")
+_PACKED_FROM_BYTES = 2048
+"""Bytes of an echoed prompt from which numpy packs it faster than ids are made of it one by one."""
 _TEXTS = frozenset({"content", "reasoning", "reasoning_content", "refusal"})
 """Fields of a message whose text a stream sends in pieces."""
 
@@ -88,7 +90,7 @@ class _Echo:
         if echo == NULL:
             return
         try:
-            if echo != self.sent and len(echo) < CUT_FROM_BYTES:
+            if echo != self.sent and len(echo) < _PACKED_FROM_BYTES:
                 self.packed = pack_ids(wire.decode_ids(echo))
             elif echo != self.sent:
                 self.packed = ids.pack(echo)

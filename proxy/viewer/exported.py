@@ -10,9 +10,8 @@ from typing import Any
 
 import msgspec
 
-from proxy.history.prompt_image import PromptImage
 from proxy.history.store import Session
-from proxy.history.turn import Turn, WeightSpan, pack_ids, pack_logprobs, request_time
+from proxy.history.turn import PromptImage, Turn, WeightSpan, pack_ids, pack_logprobs, request_time
 from proxy.samples.layouts import PLAIN
 from proxy.samples.samples import UNCHANGED, Sample
 from proxy.viewer.recording import Recording

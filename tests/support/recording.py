@@ -9,14 +9,14 @@ from typing import Any
 from proxy.history.cache import TurnCache
 from proxy.history.claims import Claims, Pins
 from proxy.history.completion import Completion, SampledChoice
-from proxy.history.matcher import Match, Matcher
+from proxy.history.identity import Scope, scope_parts
+from proxy.history.match import Match, Matcher
 from proxy.history.new_turns import NewTurn, new_turns
 from proxy.history.plan import Extended, Placement, PromptPlan, Rendered
-from proxy.history.scope import Scope, scope_parts
 from proxy.history.store import Limits, Session, session_id
 from proxy.history.turn import new_id
 from proxy.metrics import Metrics
-from proxy.stores.memory import MemoryStore
+from proxy.stores.sqlite import SqliteStore
 from proxy.turn.request import ChatRequest, Rendering, RetrySigns, SessionRef, Visible
 from tokenization import ids
 
@@ -61,7 +61,13 @@ def rendered_plan(
     session = Session(id=name, tenant=scope.tenant, explicit=scope.session is not None, created=1.0, used=1.0)
     conversation = TurnCache(2**20).parse(json.dumps(messages).encode())
     return Rendered(
-        placement=Placement(session=session, scope=scope, conversation=conversation, findable=True)
+        placement=Placement(
+            request=chat_request(messages),
+            session=session,
+            scope=scope,
+            conversation=conversation,
+            findable=True,
+        )
     )
 
 
@@ -69,7 +75,7 @@ class Record:
     """A store with what was sampled, and a matcher with an empty cache."""
 
     def __init__(self) -> None:
-        self.store = MemoryStore(Limits())
+        self.store = SqliteStore(None, Limits())
         self.pins = Pins(self.store, Metrics())
 
     async def add(

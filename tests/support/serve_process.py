@@ -40,7 +40,11 @@ class ServeProcess:
         self.url = ""
 
     def __enter__(self) -> "ServeProcess":
-        self.start()
+        try:
+            self.start()
+        except BaseException:  # also a timeout of the test: nothing else would end the process
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(

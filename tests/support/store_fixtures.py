@@ -1,4 +1,4 @@
-"""Empty stores of each kind: in memory, in a SQLite file, on a Redis server, there split into partitions."""
+"""Empty stores of each kind: in memory, in a SQLite file, on a Redis server."""
 
 from collections.abc import AsyncIterator, Iterator
 from itertools import count
@@ -30,12 +30,6 @@ def redis_url(redis_port: int, databases: Iterator[int]) -> str:
 
 
 @pytest.fixture
-def split_url(redis_url: str) -> str:
-    """A database of the test's own, with data in partitions as in a cluster."""
-    return f"{redis_url}?partitions=3"
-
-
-@pytest.fixture
 def sqlite_url(tmp_path: Path) -> str:
     return f"sqlite://{tmp_path}/folder/store.db"
 
@@ -52,21 +46,12 @@ def _urls(*kinds: str) -> Any:
     return url
 
 
-url = _urls("memory", "sqlite", "redis", "split")
-whole_url = _urls("memory", "sqlite", "redis")
-"""Of stores that keep all rollouts in one place."""
-shared_url = _urls("sqlite", "redis", "split")
+url = _urls("memory", "sqlite", "redis")
+shared_url = _urls("sqlite", "redis")
 """Of stores that several processes can share."""
 
 
 @pytest.fixture
 async def store(url: str) -> AsyncIterator[Store]:
     async with opened(url) as store:
-        yield store
-
-
-@pytest.fixture
-async def whole_store(whole_url: str) -> AsyncIterator[Store]:
-    """An empty store of each kind that keeps all rollouts in one place."""
-    async with opened(whole_url) as store:
         yield store

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from proxy.history.store import Evicted, IndexEntry, Limits, Session, Store, StoredResponse
+from proxy.history.store import Evicted, IndexEntry, Limits, Session, Store
 from proxy.history.turn import Turn, new_id, pack_ids
 from proxy.stores.urls import make_store
 
@@ -29,11 +29,6 @@ def make_session(rollout: str = "r", **fields: Any) -> Session:
     """A session that is used now; `fields` are those that matter to a test."""
     now = time.time()
     return Session(id=rollout, **{"created": now, "used": now, **fields})
-
-
-def make_response(key: bytes, **fields: Any) -> StoredResponse:
-    """A response; `fields` are those that matter to a test."""
-    return StoredResponse(id=new_id(), key=key, **fields)
 
 
 def digest_of(name: str) -> bytes:

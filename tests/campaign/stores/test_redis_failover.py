@@ -12,12 +12,13 @@ from redis.crc import key_slot
 from proxy.history.store import Limits, Store, StoreError
 from proxy.metrics import Metrics
 from proxy.stores.guarded import GuardedStore
-from proxy.stores.redis_partitions import SLOTS
 from proxy.stores.urls import make_store
 from tests.support.redis_cluster import RedisCluster, RedisNode, is_up_to_date, run_cluster
 from tests.support.redis_server import RedisServer, run_sentinel
 from tests.support.store_utils import add, digest_of, entry, make_session, make_turn, opened
 from tests.support.utils import wait_until
+
+_SLOTS = 16_384
 
 
 async def _move(source: RedisNode, target: RedisNode, slot: int, share: float) -> None:
@@ -31,7 +32,7 @@ async def _move(source: RedisNode, target: RedisNode, slot: int, share: float) -
 
 
 async def test_a_slot_that_moves(tmp_path: Path) -> None:
-    """While keys of a partition are on two servers it refuses all calls; after that nothing is missing."""
+    """While the list of sessions is on two servers it refuses all calls; after that nothing is missing."""
     with run_cluster(tmp_path, node_timeout_ms=5000) as cluster:
         async with opened(cluster.url) as store:
             await _check_move(cluster, store)
@@ -43,14 +44,13 @@ async def _check_move(cluster: RedisCluster, store: Store) -> None:
     await store.add(make_session("r"), turns, [[entry("a", "x")], [entry("b", "y")]])
     [key] = [key for key in cluster.keys() if key.endswith(b":rollout:r")]  # noqa: SIM118
     slot = key_slot(key)
-    first = next(i for i in range(3) if slot < (i + 1) * SLOTS // 3)
+    first = next(i for i in range(3) if slot < (i + 1) * _SLOTS // 3)
     source, target = cluster.masters[first], cluster.masters[(first + 1) % 3]
     before = await store.find([digest_of("a"), digest_of("b")])
     for share in (0.0, 0.4, 1.0):
         await _move(source, target, slot, share)
         for call in (
             store.add(make_session("r"), [make_turn("r", parent=turns[1].id)], [[entry("c", "z")]]),
-            store.find([digest_of("a")]),
             store.session("r"),
             store.evict(),
         ):
@@ -60,7 +60,7 @@ async def _check_move(cluster: RedisCluster, store: Store) -> None:
         node.call("CLUSTER", "SETSLOT", slot, "NODE", target.id)
     assert await store.find([digest_of("a"), digest_of("b")]) == before
     assert await store.path(turns[1].id) == turns
-    assert await store.claim(turns[1].id)
+    assert await store.claim(digest_of("b"), digest_of("y")) == turns[1].id
     third = make_turn("r", parent=turns[1].id)
     await store.add(make_session("r"), [third], [[entry("c", "z")]])
     assert (await store.usage()).turns == 3

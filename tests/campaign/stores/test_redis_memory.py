@@ -35,13 +35,12 @@ def _turn(chance: random.Random, rollout: str, count: int, logprobs: bool, paren
     )
 
 
-@pytest.mark.parametrize("options", ["", "?partitions=16"])
 @pytest.mark.parametrize("logprobs", [False, True])
 @pytest.mark.parametrize("count", [16, 1000, 32_000])
-async def test_the_documented_bound_holds(tmp_path: Path, count: int, logprobs: bool, options: str) -> None:
+async def test_the_documented_bound_holds(tmp_path: Path, count: int, logprobs: bool) -> None:
     chance, turns = random.Random(count), max(60, min(600, 500_000 // count))
     with run_redis(tmp_path) as port, redis.Redis(port=port) as client:
-        url = f"redis://127.0.0.1:{port}/0{options}"
+        url = f"redis://127.0.0.1:{port}/0"
         async with opened(url) as store:
             # what is there once, such as the scripts
             await add(store, make_turn("first"), entry("first", "ids"))
@@ -61,6 +60,5 @@ async def test_the_documented_bound_holds(tmp_path: Path, count: int, logprobs: 
             counted = (await store.usage()).size - counted_at_start
         wait_until(lambda: client.info("clients")["connected_clients"] == 1)
         used = client.info("memory")["used_memory"] - start
-    # the last are for what each partition takes once
     print(f"{used / turns:.0f} bytes a turn, {counted / turns:.0f} counted")
     assert counted < used < 1.3 * counted + 1600 * turns + 100_000

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from proxy.history.store import Limits, StoreError
-from proxy.stores.memory import MemoryStore
+from proxy.stores.sqlite import SqliteStore
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.talk import Talk, user
 from tests.support.tiny_model import SPLIT, TinyModel
@@ -34,7 +34,8 @@ class _Failing:
     """A store in memory that can be made to fail."""
 
     def __init__(self) -> None:
-        self._store = MemoryStore(Limits())
+        self._store = SqliteStore(None, Limits())
+        self.limits = self._store.limits
         self.broken = False
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

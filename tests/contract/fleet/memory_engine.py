@@ -15,6 +15,7 @@ from proxy.fleet.replica import Replica
 from proxy.fleet.routing import Routing
 from proxy.fleet.tokenizers import Tokenizers
 from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
+from proxy.metrics import Metrics
 from tests.support.stepped import now, settled
 from tokenization import ChatTokenizer
 
@@ -172,7 +173,7 @@ def in_order(candidates: Sequence[Candidate], preference: Preference) -> Candida
 def replica_of(
     engine: MemoryEngine, interval_s: float = 5.0, tokenizers: Tokenizers | None = None
 ) -> Replica:
-    return Replica(engine, tokenizers or _NoTokenizers(), interval_s, clock=now)
+    return Replica(engine, tokenizers or _NoTokenizers(), Metrics(), interval_s, clock=now)
 
 
 @asynccontextmanager

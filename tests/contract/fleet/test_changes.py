@@ -9,19 +9,21 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.fleet.changes import Changes, ChangesError, ReplicaChange, fleet_id
-from proxy.history.store import Store
+from proxy.fleet.membership import Membership, fleet_id
+from proxy.fleet.shared import SharedError
+from proxy.history.store import Limits
 from proxy.settings import Settings
-from proxy.stores.replica_changes import StoredChanges
+from proxy.stores.fleet_words import StoredWords
+from proxy.stores.sqlite import SqliteStore
+from tests.contract.fleet.memory_engine import MemoryEngine, fleet_of, replica_of
 from tests.support.fake_vllm import FakeVllm
-from tests.support.store_utils import opened
+from tests.support.stepped import stepped
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_app, run_proxy, wait_until
 
 _ADMIN = "/admin/replicas"
 _A, _B = "http://a:1", "http://b:2"
 _NEVER_S = 600.0
-ADDED, REMOVED, DRAINED = ReplicaChange.ADDED, ReplicaChange.REMOVED, ReplicaChange.DRAINED
 
 
 @pytest.fixture
@@ -69,7 +71,7 @@ def test_processes_share_changes_and_apply_their_own_at_once(
         _remove(here, second)
         wait_until(lambda: _states(there) == {first.url: "used"})
         listed = there.get(_ADMIN).json()
-        assert listed["changes"] == {} and "problem" not in listed
+        assert listed["changes"] == {}
 
 
 def test_a_process_that_starts_later_applies_changes(start: Callable[..., FakeVllm], sqlite_url: str) -> None:
@@ -101,105 +103,59 @@ def test_no_credentials_are_stored(start: Callable[..., FakeVllm], tmp_path: Pat
         _drain(client, first)
         assert client.post(f"{_ADMIN}/drain", json={"url": secret}).status_code == 200
         with closing(sqlite3.connect(file)) as connection:
-            rows = connection.execute("SELECT * FROM replica_changes").fetchall()
-    assert rows == [(fleet_id([first.url, second.url], None), first.url, "drained")]
+            rows = connection.execute(
+                "SELECT space, name, value FROM kept WHERE name LIKE 'http%'"
+            ).fetchall()
+    assert rows == [(f"fleets/{fleet_id([first.url, second.url], None)}", first.url, b"=drained")]
 
 
-def test_changes_apply_here_while_the_store_does_not_take_them(
-    start: Callable[..., FakeVllm], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_a_change_that_the_store_does_not_take_changes_nothing(
+    start: Callable[..., FakeVllm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fail(*arguments: object) -> None:
-        raise ChangesError("the store is down")
+        raise SharedError("the store is down")
 
-    monkeypatch.setattr(StoredChanges, "write", fail)
     first, second = start(), start()
     with run_proxy([first], store="memory:") as client:
-        answer = _add(client, second)
-        assert [each["engine"] for each in answer["replicas"]] == [first.url, second.url]
-        for told in (answer, client.get(_ADMIN).json()):
-            assert second.url in told["problem"] and "other processes" in told["problem"]
-        assert "until the store takes it" in caplog.text
+        for call in ("write", "read"):
+            monkeypatch.setattr(StoredWords, call, fail)
+            refused = client.post(_ADMIN, json={"url": second.url})
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
+            assert "the store is down" in refused.json()["error"]["message"]
+            assert client.delete(_ADMIN, params={"url": first.url}).status_code == 503
+        listed = client.get(_ADMIN).json()
+        assert ([each["engine"] for each in listed["replicas"]], listed["changes"]) == ([first.url], {})
 
 
-# --- the changes that one process knows
+@stepped
+async def test_what_was_read_before_a_change_does_not_undo_it() -> None:
+    words = StoredWords(SqliteStore(None, Limits()), "fleet")
+    async with fleet_of() as fleet:
+        membership = Membership(fleet, lambda url: replica_of(MemoryEngine(url)), words, [_A])
+        await membership.refresh()
+        read = words.read
+        written: list[bool] = []
+
+        async def read_slowly() -> dict[str, str]:
+            earlier = await read()
+            if not written:
+                written.append(True)
+                await membership.remove(_A)
+            return earlier
+
+        words.read = read_slowly  # type: ignore[method-assign]
+        await membership.refresh()
+        assert membership.changes == {_A: "removed"}
 
 
-class _Unreliable:
-    """The changes of a fleet in a store that this process cannot always reach."""
-
-    def __init__(self, store: Store) -> None:
-        self.stored = StoredChanges(store, "fleet")
-        self.down = False
-        self.meanwhile: Callable[[], Any] | None = None
-        """Runs between the moment when the store is read and that when its answer arrives."""
-
-    async def read(self) -> dict[str, ReplicaChange]:
-        if self.down:
-            raise ChangesError("the store is down")
-        read = await self.stored.read()
-        if self.meanwhile is not None:
-            await self.meanwhile()
-        return read
-
-    async def write(self, name: str, change: ReplicaChange | None) -> None:
-        if self.down:
-            raise ChangesError("the store is down")
-        await self.stored.write(name, change)
-
-
-async def test_a_change_is_shared_once_the_store_takes_it(sqlite_url: str) -> None:
-    async with opened(sqlite_url) as store, opened(sqlite_url) as other_store:
-        link, other = _Unreliable(store), Changes(StoredChanges(other_store, "fleet"))
-        changes = Changes(link)
-        await changes.refresh()
-        link.down = True
-        await changes.set(_A, REMOVED)
-        await changes.refresh()
-        assert (changes.current, changes.unshared) == ({_A: REMOVED}, [_A])
-        await other.refresh()
-        assert other.current == {}
-        link.down = False
-        await changes.refresh()
-        assert (changes.current, changes.unshared) == ({_A: REMOVED}, [])
-        await other.refresh()
-        assert other.current == {_A: REMOVED}
-
-
-async def test_a_newer_change_of_another_process_counts(sqlite_url: str) -> None:
-    async with opened(sqlite_url) as store, opened(sqlite_url) as other_store:
-        link, other = _Unreliable(store), Changes(StoredChanges(other_store, "fleet"))
-        changes = Changes(link)
-        await changes.set(_A, DRAINED)
-        await changes.refresh()
-        link.down = True
-        await changes.set(_A, REMOVED)
-        await changes.set(_B, REMOVED)
-        await other.set(_A, ADDED)
-        link.down = False
-        await changes.refresh()
-        assert changes.current == {_A: ADDED, _B: REMOVED}
-        assert changes.unshared == []
-        await other.refresh()
-        assert other.current == changes.current
-        assert await StoredChanges(store, "another fleet").read() == {}
-
-
-async def test_what_was_read_before_a_change_does_not_undo_it(sqlite_url: str) -> None:
-    async with opened(sqlite_url) as store:
-        link = _Unreliable(store)
-        changes = Changes(link)
-        link.meanwhile = lambda: changes.set(_A, REMOVED)
-        await changes.refresh()
-        assert changes.current == {_A: REMOVED}
-        link.meanwhile = None
-        await changes.refresh()
-        assert changes.current == {_A: REMOVED}
-
-
-async def test_what_no_proxy_wrote_is_not_applied(sqlite_url: str, caplog: pytest.LogCaptureFixture) -> None:
-    async with opened(sqlite_url) as store:
-        await store.change_replica("fleet", "http://user:secret@a:1", "added")
-        changes = Changes(StoredChanges(store, "fleet"))
-        await changes.refresh()
-        assert changes.current == {}
-        assert "whose URL is none" in caplog.text and "secret" not in caplog.text
+@stepped
+async def test_a_change_that_this_version_does_not_know_is_not_applied(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    words = StoredWords(SqliteStore(None, Limits()), "fleet")
+    await words.write(_A, "moved")
+    async with fleet_of() as fleet:
+        membership = Membership(fleet, lambda url: replica_of(MemoryEngine(url)), words, [_A])
+        await membership.refresh()
+        assert (len(fleet.replicas), membership.changes) == (1, {})
+        assert caplog.text.count("'moved'") == 1

@@ -9,7 +9,6 @@ import pytest
 from proxy.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, OutOfSockets
 from proxy.fleet.fleet import Fleet
 from proxy.fleet.health import BreakerState
-from proxy.fleet.lateness import Lateness
 from proxy.fleet.routing import Routing
 from proxy.http import BytesResponse, Request, Response
 from proxy.metrics import ReplicaState
@@ -26,7 +25,7 @@ from tests.contract.fleet.memory_engine import (
     streams,
     waits,
 )
-from tests.support.stepped import block, elapse, now, settled, stepped
+from tests.support.stepped import block, elapse, settled, stepped
 
 
 def _no_route() -> EngineUnavailable:
@@ -133,29 +132,6 @@ async def test_discovery_runs_again_after_an_outage_and_until_it_succeeds() -> N
 
 def _raise(path: str) -> Response:
     raise RuntimeError("unexpected")
-
-
-@stepped
-async def test_a_loop_that_was_late_has_settled_when_it_is_on_time_again() -> None:
-    """What had arrived before was read then."""
-    lateness = Lateness(now)
-    assert await lateness.settled()
-    lateness.start()
-    await elapse(0.1)
-    block(2.0)
-    assert lateness.was_late
-    began = now()
-    assert await lateness.settled()
-    assert now() - began == pytest.approx(0.2)
-    assert lateness.was_late
-    settling = asyncio.create_task(lateness.settled())
-    for _ in range(40):
-        await elapse(0.01)
-        block(0.2)
-    assert not await settling
-    await elapse(11.0)
-    assert not lateness.was_late
-    await lateness.stop()
 
 
 # --- silence

@@ -8,13 +8,12 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.fleet.changes import Changes
 from proxy.fleet.membership import Membership, resolve_host
 from proxy.fleet.replica import Replica
 from proxy.history.store import Limits
 from proxy.settings import SettingsError, load_settings
-from proxy.stores.memory import MemoryStore
-from proxy.stores.replica_changes import StoredChanges
+from proxy.stores.fleet_words import StoredWords
+from proxy.stores.sqlite import SqliteStore
 from proxy.urls import UpstreamsError, normalise_upstream
 from tests.contract.fleet.memory_engine import MemoryEngine, fleet_of, replica_of
 from tests.support.fake_vllm import FakeVllm
@@ -90,7 +89,7 @@ async def _membership(*upstreams: str, **options: Any) -> AsyncIterator[tuple[Me
 
     async with fleet_of() as fleet:
         membership = Membership(
-            fleet, make, Changes(StoredChanges(MemoryStore(Limits()), "fleet")), upstreams, **options
+            fleet, make, StoredWords(SqliteStore(None, Limits()), "fleet"), upstreams, **options
         )
         await membership.start()
         try:

@@ -11,6 +11,7 @@ import pytest
 from proxy.engine.discovery import Model
 from proxy.engine.protocol import Engine
 from proxy.errors import Unsupported
+from proxy.fleet.choosing import sticky_least_loaded
 from proxy.fleet.tokenizers import Tokenizers
 from proxy.metrics import ReplicaState
 from tests.contract.fleet.memory_engine import MemoryEngine, ask, engines, fleet_of, gone, replica_of
@@ -232,7 +233,7 @@ async def test_the_fleet_gets_the_tokenizer_that_is_found_later(tiny_model: Tiny
     all_engines = engines(3)
     hub = _LateHub(ChatTokenizer.load(str(tiny_model.folder)))
     hub.mismatch = all_engines[0].name
-    async with fleet_of(choose=None) as fleet:
+    async with fleet_of(choose=sticky_least_loaded) as fleet:
         for engine in all_engines:
             fleet.add(replica_of(engine, 5.0, hub))
         await settled()

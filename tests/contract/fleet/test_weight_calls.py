@@ -13,13 +13,13 @@ import pytest
 from proxy.fleet.admin_calls import ADMIN_CALLS
 from proxy.fleet.admin_requests import cleared_by
 from proxy.fleet.fleet import Fleet
+from proxy.fleet.shared import Failure, FleetState, SharedError, read_state, write_state
 from proxy.fleet.weight_calls import WeightCalls
-from proxy.fleet.weight_state import Failure, FleetState, StateError
 from proxy.history.store import Limits
 from proxy.http import BytesResponse, Request
 from proxy.metrics import Metrics
-from proxy.stores.fleet_state import StoredState
-from proxy.stores.memory import MemoryStore
+from proxy.stores.fleet_words import StoredWords
+from proxy.stores.sqlite import SqliteStore
 from tests.contract.fleet.memory_engine import ask, engines, fleet_of, waits
 from tests.support.fake_trained import FakeTrained, Rendezvous, update
 from tests.support.stepped import elapse, settled, stepped
@@ -362,21 +362,13 @@ def test_a_call_that_clears_the_prefix_cache_is_known() -> None:
 
 
 async def test_the_state_in_a_store() -> None:
-    store = MemoryStore(Limits())
-    stored = StoredState(store, "fleet", shared=True)
-    assert await stored.read() == FleetState()
-    state = FleetState(failures={"a": Failure("/resume", "why", 3)}, group=("a", "b")).with_version("7")
-    await stored.write(state)
-    assert await stored.read() == state
-    assert await StoredState(store, "another", shared=True).read() == FleetState()
-    await store.change_replica("fleet/weights", "weights", "{")
-    with pytest.raises(StateError):
-        await stored.read()
-
-
-def test_only_a_version_that_was_set_later_proves_that_weights_were_loaded() -> None:
-    failed = FleetState(version="7", revision=1, failures={"a": Failure("/update_weights", "why", 1)})
-    assert not failed.recovered("a", "7"), "it may have loaded a part of the next ones"
-    assert failed.with_version("8").recovered("a", "8")
-    assert not failed.with_version("8").recovered("a", "7")
-    assert "why; its weights are version 7" in failed.with_version("8").problem("a", "7")
+    store = SqliteStore(None, Limits())
+    words = StoredWords(store, "fleet/weights")
+    assert await read_state(words) == FleetState()
+    state = FleetState(1, "7", failures={"a": Failure("/resume", "why")}, group=("a", "b"))
+    await write_state(words, state)
+    assert await read_state(words) == state
+    assert await read_state(StoredWords(store, "another/weights")) == FleetState()
+    await store.put("fleets/fleet/weights", "weights", b"{")
+    with pytest.raises(SharedError):
+        await read_state(words)

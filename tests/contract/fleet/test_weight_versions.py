@@ -12,7 +12,7 @@ from threading import Semaphore
 import httpx
 import pytest
 
-from proxy.fleet.lateness import Lateness
+from proxy.fleet.watch import FleetWatch
 from proxy.fleet.weight_tags import WeightTag
 from tests.support.fake_trained import FakeTrained, Rendezvous, compare_turns, update
 from tests.support.tiny_model import HI, TinyModel
@@ -59,7 +59,7 @@ def test_turns_that_an_update_interrupts_carry_both_versions(
     start: Callable[[int], list[FakeTrained]], tmp_path: Path, other: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a stream was is known to the process that runs the update, unless it is too busy to see it."""
-    monkeypatch.setattr(Lateness, "was_late", False)
+    monkeypatch.setattr(FleetWatch, "was_late", False)
     engines = start(2)
     store = f"sqlite://{tmp_path}/turns.db"
     streams, whole = [f"stream-{number}" for number in range(4)], ["whole-0", "whole-1"]

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from proxy.history.feed import Cause
-from proxy.history.store import Session
+from proxy.history.store import Cause, Session
 from proxy.history.turn import WeightSpan
 from proxy.samples.layouts import LAYOUTS
 from tests.support.store_utils import opened
@@ -38,7 +37,7 @@ def _finish(url: str, name: str, metadata: bytes = b"{}", version: str = "") -> 
     async def write() -> None:
         async with opened(url) as store:
             await store.add(session, turns, [[] for _ in turns])
-            assert await store.feed.finish(name, Cause.END)
+            assert await store.finish(name, Cause.END)
 
     asyncio.run(write())
 

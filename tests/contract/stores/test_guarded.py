@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from proxy.history.feed import Cause
 from proxy.history.store import (
+    Cause,
     Evicted,
     Limits,
     RecordRefused,
@@ -20,9 +20,8 @@ from proxy.history.store import (
 from proxy.history.store_time import store_time
 from proxy.history.turn import Turn
 from proxy.metrics import Metrics
-from proxy.stores.guarded import GuardedStore
-from proxy.stores.guarded_calls import GuardLimits
-from proxy.stores.memory import MemoryStore
+from proxy.stores.guarded import GuardedStore, GuardLimits
+from proxy.stores.sqlite import SqliteStore
 from tests.support.store_utils import add, digest_of, entry, make_session, make_turn
 
 _STALLED_S = 0.01
@@ -31,32 +30,27 @@ _BROKEN = StoreError("out of order")
 
 
 class Patient:
-    """A store in memory whose calls can be held up, or fail; those of its feed are `feed_...`."""
+    """A store in memory whose calls can be held up, or fail."""
 
-    def __init__(self, part: Any = None, prefix: str = "", whole: "Patient | None" = None) -> None:
-        self.store = part or MemoryStore(Limits())
-        self.prefix, self.whole = prefix, whole or self
-        if whole is None:
-            self.feed = Patient(self.store.feed, "feed_", self)
-            self.documents = Patient(self.store.documents, "document_", self)
+    def __init__(self) -> None:
+        self.store = SqliteStore(None, Limits())
+        self.limits = self.store.limits
         self.metrics = Metrics()
         self.held: set[str] = set()
         self.errors: dict[str, Exception] = {}
         self.calls: list[str] = []
         self.added: list[str] = []
 
-    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
-        whole, name = self.whole, self.prefix + method
-
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         async def call(*args: Any, **kwargs: Any) -> Any:
-            whole.calls.append(name)
-            while name in whole.held:  # noqa: ASYNC110 - a test lets it go
+            self.calls.append(name)
+            while name in self.held:  # noqa: ASYNC110 - a test lets it go
                 await asyncio.sleep(0.002)
-            if name in whole.errors:
-                raise whole.errors[name]
+            if name in self.errors:
+                raise self.errors[name]
             if name == "add":
-                whole.added += [turn.id for turn in args[1]]
-            return await getattr(self.store, method)(*args, **kwargs)
+                self.added += [turn.id for turn in args[1]]
+            return await getattr(self.store, name)(*args, **kwargs)
 
         return call
 
@@ -124,17 +118,17 @@ async def test_calls_are_skipped_after_failures_and_tried_in_the_background(
     store: GuardedStore, inner: Patient
 ) -> None:
     await add(store, make_turn())
-    inner.errors = dict.fromkeys(("find", "document_read", "feed_end"), _BROKEN)
-    for call in (store.find([digest_of("k")]), store.documents.read(["a"]), store.feed.end()):
+    inner.errors = dict.fromkeys(("find", "get", "feed_state"), _BROKEN)
+    for call in (store.find([digest_of("k")]), store.get("x", ["a"]), store.feed_state()):
         with pytest.raises(StoreError, match="out of order"):
             await call
     calls = [call for call in inner.calls if call != "find"]
     for skipped in (
         store.find([digest_of("k")]),
         store.release("x"),  # what cannot be read is not written either
-        store.documents.keep("a", b"{}"),
-        store.feed.end(),
-        store.feed.acknowledge("", "c", 9),
+        store.put("x", "a", b"{}"),
+        store.feed_state(),
+        store.finish("r", Cause.END),
     ):
         with pytest.raises(StoreSkipped, match="out of order"):
             await skipped
@@ -206,23 +200,22 @@ async def test_turns_that_wait_are_found_as_if_they_were_recorded(
     assert set(found) == {digest_of("text"), digest_of(last.id)}
     assert found[digest_of("text")].total == len(found[digest_of("text")].groups) == 4
     (group,) = found[digest_of(last.id)].groups
-    assert [(each.turn, each.open) for each in group.candidates] == [(last.id, False)]
-    # the turn that one of them continues is not open, although the store does not know yet
-    (group,) = (await store.find([digest_of(chain[1].id)]))[digest_of(chain[1].id)].groups
-    assert not group.candidates[0].open
+    assert [each.turn for each in group.candidates] == [last.id]
+    # neither it can be claimed nor the turn that one of them continues, although the store does not know yet
+    for turn in (chain[1], last):
+        assert await store.claim(digest_of(turn.id), digest_of(turn.id)) is None
     assert await store.path(last.id) == await store.turns("r") == chain
     assert await store.newest("r", 3) == [turn.id for turn in reversed(chain[1:])]
-    assert not await store.claim(last.id)
     # what is not complete is neither changed nor shown to the feed's readers
     for call in (
         store.delete("r"),
         store.set_rewards("r", {"": 1.0}),
         store.save_session(make_session("r")),
-        store.feed.finish("r", Cause.END),
+        store.finish("r", Cause.END),
     ):
         with pytest.raises(StoreStalled, match="still to be recorded"):
             await call
-    assert await store.feed.read(0, limit=9) == []
+    assert await store.finished(0, limit=9) == []
     # while the store cannot be read, what waits here alone decides nothing
     inner.errors["find"] = _BROKEN
     with pytest.raises(StoreError):
@@ -232,19 +225,27 @@ async def test_turns_that_wait_are_found_as_if_they_were_recorded(
     await _well(store)
     assert await store.path(last.id) == chain == await store.turns("r")
     assert await store.set_rewards("r", {"": 1.0})
-    [finished] = await store.feed.read(0, limit=9)
+    [finished] = await store.finished(0, limit=9)
     assert finished.session.turns == 4
 
 
-async def test_a_claim_that_comes_too_late_is_released(store: GuardedStore, inner: Patient) -> None:
-    turn = make_turn()
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_claim_that_comes_too_late_is_released(
+    store: GuardedStore, inner: Patient, leaves: bool
+) -> None:
+    turn, group = make_turn(), (digest_of("k"), digest_of("ids"))
     await add(store, turn, entry("k", "ids"))
     inner.held = {"claim"}
-    with store_time(_STALLED_S), pytest.raises(StoreStalled):
-        await store.claim(turn.id)
+    with store_time(15.0 if leaves else _STALLED_S):
+        claiming = asyncio.create_task(store.claim(*group))
+    await _until(lambda: "claim" in inner.calls)
+    if leaves:
+        claiming.cancel()
+    with pytest.raises(asyncio.CancelledError if leaves else StoreStalled):
+        await claiming
     inner.held.clear()
     await _until(lambda: "release" in inner.calls)
-    assert await store.claim(turn.id)
+    assert await store.claim(*group) == turn.id
 
 
 @pytest.mark.parametrize("limits", [{"most_turns": 3}, {"most_bytes": 4000}])

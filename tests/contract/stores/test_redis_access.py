@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 import redis
 
-from proxy.history.feed import Cause
-from proxy.history.store import Limits, StoreError
+from proxy.history.store import Cause, Limits, StoreError
 from proxy.metrics import Metrics
 from proxy.stores import redis_scripts
 from proxy.stores.guarded import GuardedStore
 from proxy.stores.urls import make_store
 from tests.support.ports import held_port
 from tests.support.redis_server import run_redis
-from tests.support.store_utils import add, digest_of, entry, make_response, make_turn, opened
+from tests.support.store_utils import add, digest_of, entry, make_turn, opened
 
 
 @pytest.fixture
@@ -63,28 +62,25 @@ def _documented_rules() -> list[str]:
     return found[1].replace("\\\n", " ").split()
 
 
-@pytest.mark.parametrize("options", ["", "?partitions=3"])
-async def test_a_user_with_the_documented_rights(tmp_path: Path, options: str) -> None:
+async def test_a_user_with_the_documented_rights(tmp_path: Path) -> None:
     with run_redis(tmp_path) as port:
         rules = [rule.replace("PASSWORD", "word") for rule in _documented_rules()]
         with redis.Redis(port=port) as client:
             client.execute_command("ACL", "SETUSER", "tokenproxy", *rules)
-        url = f"redis://tokenproxy:word@127.0.0.1:{port}/0{options}"
+        url = f"redis://tokenproxy:word@127.0.0.1:{port}/0"
         async with opened(url, Limits(max_bytes=60_000)) as store:
-            turn, response = make_turn(), make_response(b"k" * 16)
+            turn = make_turn()
             await add(store, turn, entry("k", "ids"))
             assert (await store.find([digest_of("k")]))[digest_of("k")].total == 1
-            assert await store.claim(turn.id)
+            assert await store.claim(digest_of("k"), digest_of("ids")) == turn.id
+            await store.release(turn.id)
+            assert await store.path(turn.id) == await store.turns("r") == [turn]
+            assert await store.newest("r", 1) == [turn.id]
             await store.pin("r", time.time() + 0.001)
             assert len(await store.sessions(limit=9)) == 1 and await store.set_rewards("r", {"x": 1.0})
-            await store.keep_response(response)
-            assert await store.take_response(response)
-            await store.change_replica("fleet", "http://a:1", None)
-            await store.documents.keep("d", b"{}")
-            assert await store.documents.delete("d") and await store.secret()
-            assert await store.feed.finish("r", Cause.END)
-            await store.feed.acknowledge("", "c", await store.feed.end())
-            assert await store.feed.forget("", "c")
+            assert await store.put("x", "d", b"{}") and await store.get("x")
+            assert await store.take("x", "d") == b"{}"
+            assert await store.finish("r", Cause.END) and (await store.feed_state("", 0)).waiting == 1
             for number in range(30):
                 await add(store, make_turn(f"r{number}", completion=os.urandom(3000)), entry(f"{number}"))
             await store.evict()
@@ -98,8 +94,9 @@ async def test_a_user_with_the_documented_rights(tmp_path: Path, options: str) -
 def test_the_documented_rights_are_those_that_scripts_need() -> None:
     folder = Path(redis_scripts.__file__).parent
     scripts = "".join(file.read_text() for file in folder.glob("redis*.py"))
-    used = {name.lower() for name in re.findall(r"redis\.p?call\('(\w+)'", scripts)}
-    client = {"eval", "evalsha", "select", "asking", "command", "cluster"}
+    called = re.findall(r"(?:redis\.p?call\('|Call\(\")(\w+)", scripts)
+    used = {name.lower() for name in called}
+    client = {"eval", "evalsha", "select", "asking", "command", "cluster", "wait", "exists", "hvals", "hkeys"}
     granted = {rule[1:].partition("|")[0] for rule in _documented_rules() if rule.startswith("+")}
     assert granted == used | client
 

@@ -9,9 +9,7 @@ import pytest
 import redis
 
 from proxy.history.store import Limits, Store, StoreError
-from proxy.stores.memory import MemoryStore
 from proxy.stores.redis import RedisStore
-from proxy.stores.redis_partitions import PartitionedStore
 from proxy.stores.sqlite import SqliteStore
 from proxy.stores.urls import STORE_URLS, make_store
 from tests.support.ports import held_port
@@ -22,11 +20,11 @@ from tests.support.store_utils import add, digest_of, make_turn, opened
 @pytest.mark.parametrize(
     "url, kind",
     [
-        ("memory:", MemoryStore),
+        ("memory:", SqliteStore),
         ("sqlite:x/y.db", SqliteStore),
         ("redis://user:word@localhost:6379/1?socket_timeout=3", RedisStore),
-        ("rediss+cluster://user:word@a:1,b:2,[::1]:3/0?socket_timeout=3", PartitionedStore),
-        ("valkey+cluster://:word%40%2f@a:1/?partitions=4", PartitionedStore),
+        ("rediss+cluster://user:word@a:1,b:2,[::1]:3/0?socket_timeout=3", RedisStore),
+        ("valkey+cluster://:word%40%2f@a:1/", RedisStore),
         ("rediss+sentinel://user:word@a:1,b/name/3?sentinel_password=x", RedisStore),
     ],
 )
@@ -50,7 +48,6 @@ def test_unknown_urls(url: str) -> None:
         "://:secret/x@host:1/0",
         "://:secret@host/0?nonsense=1",
         "://:secret@a:1,b:2/0",
-        "://:secret@host/0?partitions=1025",
         "+cluster://:secret@host/1",
         "+cluster://:secret@a:1,b:x",
         "+sentinel://:secret@host",
@@ -87,7 +84,7 @@ async def test_a_file_of_another_version_or_program(tmp_path: Path) -> None:
         pass
     with closing(sqlite3.connect(file)) as connection:
         connection.execute("PRAGMA user_version = 77")
-    await _refused(f"sqlite://{file}", str(file), "version 77 ", "version 3", "move the file away")
+    await _refused(f"sqlite://{file}", str(file), "version 77 ", "version 4", "move the file away")
     with closing(sqlite3.connect(theirs)) as connection:
         connection.execute("CREATE TABLE theirs (x)")
         await _refused(f"sqlite://{theirs}", str(theirs), "another program's")
@@ -127,7 +124,7 @@ async def test_a_wrong_password(tmp_path: Path) -> None:
 async def test_keys_of_another_version(redis_url: str) -> None:
     with redis.Redis.from_url(redis_url) as client:
         client.set("tokenproxy:version", "77")
-    await _refused(redis_url, redis_url, "version 77 ", "version 2", "delete these keys")
+    await _refused(redis_url, redis_url, "another version", "version 3", "delete these keys")
 
 
 async def test_idle_connections_that_the_server_closed(redis_url: str, redis_port: int) -> None:

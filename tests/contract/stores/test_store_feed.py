@@ -6,8 +6,9 @@ import time
 import pytest
 from msgspec.structs import replace
 
-from proxy.history.feed import Cause, Consumer
-from proxy.history.store import Evicted, Limits, Store
+from proxy.history import consumers
+from proxy.history.consumers import Consumer
+from proxy.history.store import Cause, Evicted, Limits, Store
 from tests.support.store_utils import add, make_session, make_turn, opened
 
 
@@ -20,26 +21,26 @@ async def _add(store: Store, *rollouts: str) -> None:
 
 async def _finish(store: Store, *rollouts: str) -> None:
     for rollout in rollouts:
-        assert await store.feed.finish(rollout, Cause.END)
+        assert await store.finish(rollout, Cause.END)
 
 
 async def _read(store: Store, after: int = 0, tenant: str | None = None) -> list[tuple[str, int]]:
     """Rollouts and revisions after a position."""
-    found = await store.feed.read(after, limit=1000, tenant=tenant)
+    found = await store.finished(after, limit=1000, tenant=tenant)
     assert [each.position for each in found] == sorted({each.position for each in found})
     return [(each.session.id, each.revision) for each in found]
 
 
 async def test_nothing_without_turns_is_finished(store: Store) -> None:
     await _add(store, "r")
-    assert await store.feed.acknowledged("", "c") is None
-    assert not await store.feed.forget("", "c")
+    assert await consumers.acknowledged(store, "", "c") is None
+    assert not await consumers.forget(store, "", "c")
     await store.save_session(make_session("empty", used=1.0))
     for name in ("empty", "missing"):
-        assert not await store.feed.finish(name, Cause.END)
+        assert not await store.finish(name, Cause.END)
     await store.set_rewards("empty", {"": 1.0})
-    await store.feed.finish_idle(2.0, 10)
-    assert (await _read(store), await store.feed.end()) == ([], 0)
+    await store.finish_idle(2.0, 10)
+    assert (await _read(store), (await store.feed_state()).end) == ([], 0)
 
 
 async def test_the_order_is_that_of_finishing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,13 +48,13 @@ async def test_the_order_is_that_of_finishing(store: Store, monkeypatch: pytest.
     before = int(time.time() * 1e6)
     await _finish(store, "b", "c", "a")
     assert await _read(store) == [("b", 1), ("c", 1), ("a", 1)]
-    found = await store.feed.read(0, limit=2)
+    found = await store.finished(0, limit=2)
     assert [each.session for each in found] == [await store.session("b"), await store.session("c")]
     assert [each.cause for each in found] == [Cause.END] * 2
     assert await _read(store, found[-1].position) == [("a", 1)]
-    last = await store.feed.end()
+    last = (await store.feed_state()).end
     assert before <= found[0].position < last
-    assert await store.feed.read(last, limit=9) == []
+    assert await store.finished(last, limit=9) == []
     monkeypatch.setattr(time, "time", lambda: 1000.0)  # positions grow when the clock is set back
     await _finish(store, "d")
     assert await _read(store, last) == [("d", 1)]
@@ -62,8 +63,8 @@ async def test_the_order_is_that_of_finishing(store: Store, monkeypatch: pytest.
 async def test_finishing_again_needs_a_new_turn(store: Store) -> None:
     await _add(store, "a", "b")
     await _finish(store, "a", "b")
-    assert not await store.feed.finish("a", Cause.END)
-    end = await store.feed.end()
+    assert not await store.finish("a", Cause.END)
+    end = (await store.feed_state()).end
     await _add(store, "a")
     assert await _read(store) == [("a", 1), ("b", 1)]
     await _finish(store, "a")
@@ -78,7 +79,7 @@ async def test_the_reward_of_the_rollout_finishes_it(store: Store) -> None:
     await store.set_rewards("r", {turn.id: 0.5})
     assert await _read(store) == []
     await store.set_rewards("r", {"": 1.0})
-    [found] = await store.feed.read(0, limit=9)
+    [found] = await store.finished(0, limit=9)
     assert (found.revision, found.cause) == (1, Cause.REWARD)
     # a retry, and a reward that says the same
     for same in ({"": 1.0}, {turn.id: 0.5}, {}):
@@ -96,10 +97,10 @@ async def test_the_reward_of_the_rollout_finishes_it(store: Store) -> None:
 async def test_deleted_rollouts_leave_the_feed(store: Store) -> None:
     await _add(store, "a", "b")
     await _finish(store, "a", "b")
-    end = await store.feed.end()
+    end = (await store.feed_state()).end
     await store.delete("b")
     assert await _read(store) == [("a", 1)]
-    assert await store.feed.end() == end
+    assert (await store.feed_state()).end == end
     await _add(store, "b")
     assert await _read(store) == [("a", 1)]
     await _finish(store, "b")
@@ -113,55 +114,55 @@ async def test_a_tenant_reads_its_own_rollouts(store: Store) -> None:
     assert await _read(store, tenant="t") == [("t/a", 1), ("t/b", 1)]
     assert await _read(store, tenant="u") == [("u/a", 1)]
     assert await _read(store, tenant="") == [("a", 1)]
-    first = (await store.feed.read(0, limit=1, tenant="t"))[0].position
+    first = (await store.finished(0, limit=1, tenant="t"))[0].position
     assert await _read(store, first, tenant="t") == [("t/b", 1)]
 
 
-async def test_idle_rollouts_are_finished_in_the_order_of_their_use(whole_store: Store) -> None:
-    await _add(whole_store, "a", "b", "c", "d", "e")
-    await whole_store.pin("a", 0.0)
-    await whole_store.save_session(make_session("empty", used=1.0))
-    await _finish(whole_store, "d")
-    assert await whole_store.feed.finish_idle(time.time() - 60, 10) == 1
+async def test_idle_rollouts_are_finished_in_the_order_of_their_use(store: Store) -> None:
+    await _add(store, "a", "b", "c", "d", "e")
+    await store.pin("a", 0.0)
+    await store.save_session(make_session("empty", used=1.0))
+    await _finish(store, "d")
+    assert await store.finish_idle(time.time() - 60, 10) == 1
     later = time.time() + 60
-    assert [await whole_store.feed.finish_idle(later, 2) for _ in range(4)] == [2, 2, 1, 0]
-    assert await _read(whole_store) == [("d", 1), ("b", 1), ("c", 1), ("e", 1), ("a", 1)]
-    assert {each.cause for each in (await whole_store.feed.read(0, limit=9))[1:]} == {Cause.IDLE}
+    assert [await store.finish_idle(later, 2) for _ in range(4)] == [2, 2, 1, 0]
+    assert await _read(store) == [("d", 1), ("b", 1), ("c", 1), ("e", 1), ("a", 1)]
+    assert {each.cause for each in (await store.finished(0, limit=9))[1:]} == {Cause.IDLE}
     # it is finished again after a turn
-    await _add(whole_store, "b")
-    assert await whole_store.feed.finish_idle(later, 9) == 1
-    assert (await _read(whole_store))[-1] == ("b", 2)
+    await _add(store, "b")
+    assert await store.finish_idle(later, 9) == 1
+    assert (await _read(store))[-1] == ("b", 2)
 
 
 async def test_consumers_acknowledge(store: Store) -> None:
     await _add(store, "a", "b", "c", "t/a")
     await _finish(store, "a", "t/a", "b", "c")
-    first, second, third = [each.position for each in await store.feed.read(0, limit=9, tenant="")]
-    assert await store.feed.acknowledge("", "new", 0) == 0
-    assert await store.feed.acknowledge("", "old", second) == second
-    assert await store.feed.acknowledge("t", "old", 0) == 0
+    first, second, third = [each.position for each in await store.finished(0, limit=9, tenant="")]
+    assert await consumers.acknowledge(store, "", "new", 0) == 0
+    assert await consumers.acknowledge(store, "", "old", second) == second
+    assert await consumers.acknowledge(store, "t", "old", 0) == 0
     here = [Consumer("", "new", 0, 3, first), Consumer("", "old", second, 1, third)]
-    assert await store.feed.consumers("") == here
-    assert [(each.tenant, each.waiting) for each in await store.feed.consumers()][2:] == [("t", 1)]
+    assert await consumers.consumers(store, "") == here
+    assert [(each.tenant, each.waiting) for each in await consumers.consumers(store)][2:] == [("t", 1)]
     # neither back, nor beyond the end: what is finished later is not acknowledged
-    assert await store.feed.acknowledge("", "old", first) == second
-    assert await store.feed.acknowledge("", "old", 2**62) == await store.feed.end()
+    assert await consumers.acknowledge(store, "", "old", first) == second
+    assert await consumers.acknowledge(store, "", "old", 2**62) == (await store.feed_state()).end
     await _add(store, "d")
     await _finish(store, "d")
-    assert (await store.feed.consumers(""))[1].waiting == 1
-    known = await store.feed.acknowledged("", "old")
-    assert known is not None and known.position < await store.feed.end()
-    assert await store.feed.forget("", "old")
-    assert [each.name for each in await store.feed.consumers()] == ["new", "old"]
+    assert (await consumers.consumers(store, ""))[1].waiting == 1
+    known = await consumers.acknowledged(store, "", "old")
+    assert known is not None and known.position < (await store.feed_state()).end
+    assert await consumers.forget(store, "", "old")
+    assert [each.name for each in await consumers.consumers(store)] == ["new", "old"]
 
 
 async def test_evicted_rollouts_that_nobody_read_are_counted(url: str) -> None:
     async with opened(url, Limits(max_age_s=1000.0)) as store:
         await _add(store, "read", "new", "open", "t/new")
         await _finish(store, "read", "new", "t/new")
-        [read, *_] = await store.feed.read(0, limit=9)
-        await store.feed.acknowledge("", "fast", await store.feed.end())
-        await store.feed.acknowledge("", "slow", read.position)
+        [read, *_] = await store.finished(0, limit=9)
+        await consumers.acknowledge(store, "", "fast", (await store.feed_state()).end)
+        await consumers.acknowledge(store, "", "slow", read.position)
         for name in ("read", "new", "open", "t/new"):
             session = await store.session(name)
             assert session is not None
@@ -181,21 +182,23 @@ async def test_two_processes_share_feed_and_consumers(shared_url: str) -> None:
             """Position by position: none becomes visible before one that is smaller."""
             after = 0
             while len(seen) < len(names):
-                for each in await first.feed.read(after, limit=7):
+                for each in await first.finished(after, limit=7):
                     seen.append(each.session.id)
                     after = each.position
 
         async def finish(store: Store, mine: list[str]) -> None:
             for name in mine:
-                await store.feed.finish(name, Cause.END)
+                await store.finish(name, Cause.END)
 
         async with asyncio.timeout(15):
             await asyncio.gather(read(), finish(first, names[::2]), finish(second, names[1::2]))
         assert sorted(seen) == sorted(names)
-        found = await first.feed.read(0, limit=100)
-        assert await second.feed.read(0, limit=100) == found
-        await asyncio.gather(*(each.feed.acknowledge("", "c", found[5].position) for each in (first, second)))
-        assert (await second.feed.consumers())[0].waiting == 34
+        found = await first.finished(0, limit=100)
+        assert await second.finished(0, limit=100) == found
+        await asyncio.gather(
+            *(consumers.acknowledge(each, "", "c", found[5].position) for each in (first, second))
+        )
+        assert (await consumers.consumers(second))[0].waiting == 34
     async with opened(shared_url) as store:
-        assert await store.feed.read(0, limit=100) == found
-        assert (await store.feed.acknowledged("", "c") or (0,))[0] == found[5].position
+        assert await store.finished(0, limit=100) == found
+        assert (await consumers.acknowledged(store, "", "c") or (0,))[0] == found[5].position

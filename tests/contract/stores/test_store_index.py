@@ -12,15 +12,13 @@ from tests.support.store_utils import add, digest_of, entry, make_session, make_
 _KEY = digest_of("k")
 
 
-def _group(ids: str, *candidates: tuple[Turn, bool]) -> CandidateGroup:
-    listed = [Candidate(turn.id, turn.rollout, open) for turn, open in candidates]
+def _group(ids: str, *turns: Turn) -> CandidateGroup:
+    listed = [Candidate(turn.id, turn.rollout) for turn in turns]
     return CandidateGroup(digest_of(ids) if ids else b"", len(listed), listed)
 
 
-async def _candidates(store: Store) -> list[tuple[str, bool]]:
-    """Of the first group under the key."""
-    found = await store.find([_KEY])
-    return [(candidate.turn, candidate.open) for candidate in found[_KEY].groups[0].candidates]
+async def _claimed(store: Store, ids: str = "ids") -> str | None:
+    return await store.claim(_KEY, digest_of(ids))
 
 
 async def test_found_by_each_key_newest_first(store: Store) -> None:
@@ -31,34 +29,21 @@ async def test_found_by_each_key_newest_first(store: Store) -> None:
     await store.add(make_session("a"), [first, third], [[both, other, other], [both]])
     unknown = [digest_of(str(number)) for number in range(600)]
     assert await store.find([other.key, *unknown, both.key]) == {
-        both.key: Found(3, [_group("", (third, True), (second, True), (first, True))]),
-        other.key: Found(1, [_group("ids", (first, True))]),
+        both.key: Found(3, [_group("", third, second, first)]),
+        other.key: Found(1, [_group("ids", first)]),
     }
 
 
 async def test_a_turn_is_open_until_it_is_continued(store: Store) -> None:
     parent, other = make_turn(), make_turn()
     await store.add(make_session(), [parent, other], [[entry("k", "ids")]] * 2)
-    assert await _candidates(store) == [(other.id, True), (parent.id, True)]
     await add(store, make_turn(parent=other.id))
-    assert await _candidates(store) == [(parent.id, True), (other.id, False)]
-    assert not await store.claim(other.id)
     # nor is one that was claimed and then continued
-    assert await store.claim(parent.id)
+    assert await _claimed(store) == parent.id
     await add(store, make_turn(parent=parent.id))
     for turn in (other, parent):
         await store.release(turn.id)
-    assert await _candidates(store) == [(other.id, False), (parent.id, False)]
-    assert not await store.claim(parent.id)
-
-
-async def test_a_child_in_another_rollout_continues_a_turn(whole_store: Store) -> None:
-    parent = make_turn("a")
-    await add(whole_store, parent, entry("k"))
-    await add(whole_store, make_turn("b", parent=parent.id))
-    await whole_store.delete("b")
-    await whole_store.release(parent.id)
-    assert await _candidates(whole_store) == [(parent.id, False)]
+    assert await _claimed(store) is None
 
 
 async def test_a_turn_is_claimed_once_until_it_is_released(store: Store) -> None:
@@ -66,19 +51,25 @@ async def test_a_turn_is_claimed_once_until_it_is_released(store: Store) -> None
     await add(store, turn, entry("k", "ids"), entry("explaining"))
     await store.release(turn.id)
     for _ in range(2):
-        claimed = await asyncio.gather(*(store.claim(turn.id) for _ in range(5)))
-        assert sorted(claimed) == [False] * 4 + [True]
-        assert await store.find([_KEY, digest_of("explaining")]) == {
-            _KEY: Found(1, [_group("ids", (turn, False))]),
-            digest_of("explaining"): Found(1, [_group("", (turn, False))]),
-        }
+        claimed = await asyncio.gather(*(_claimed(store) for _ in range(5)))
+        assert sorted(map(str, claimed)) == sorted([*["None"] * 4, turn.id])
+        assert await _claimed(store, "others") is None
         await store.release(turn.id)
         await store.release(turn.id)
-        assert await _candidates(store) == [(turn.id, True)]
-    assert await store.claim(turn.id)
+    assert await _claimed(store) == turn.id
     await store.delete("r")
-    await add(store, turn, entry("k"))  # of the claim nothing is left
-    assert await _candidates(store) == [(turn.id, True)]
+    assert await _claimed(store) is None
+    await add(store, turn, entry("k", "ids"))  # of the claim nothing is left
+    assert await _claimed(store) == turn.id
+
+
+async def test_each_of_many_turns_is_claimed_once(store: Store) -> None:
+    turns = [make_turn(f"r{number}", completion=b"") for number in range(200)]
+    for turn in turns:
+        await add(store, turn, entry("k", "ids"))
+    claimed = [each for _ in range(50) for each in await asyncio.gather(*(_claimed(store) for _ in range(4)))]
+    assert set(claimed) == {turn.id for turn in turns}
+    assert await _claimed(store) is None
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -92,21 +83,18 @@ async def test_groups_of_all_sizes(store: Store, seed: int) -> None:
     for rollout in range(7):
         entries = [[entry("k", name), entry(name)] for name in names[rollout::7]]
         await store.add(make_session(str(rollout)), turns[rollout::7], entries)
-    claimed = chosen.sample(turns, len(turns) // 2)
-    assert all(await asyncio.gather(*(store.claim(turn.id) for turn in claimed)))
     await store.delete("3")
-
-    closed = {turn.id for turn in claimed}
-    members: dict[str, list[tuple[Turn, bool]]] = {}
+    members: dict[str, list[Turn]] = {}
     for name, turn in zip(names, turns, strict=True):
         if turn.rollout != "3":
-            members.setdefault(name, []).append((turn, turn.id not in closed))
-    groups = []
-    for name, listed in members.items():
-        listed.sort(key=lambda member: (member[1], member[0].id), reverse=True)
-        group = _group(name, *listed[:FOUND_AT_MOST])._replace(total=len(listed))
-        groups.append((max(turn.id for turn, _ in listed), group))
-    groups.sort(reverse=True)
-    total = sum(group.total for _, group in groups)
-    expected = Found(total, [group for _, group in groups[:FOUND_AT_MOST]])
-    assert await store.find([_KEY]) == {_KEY: expected}
+            members.setdefault(name, []).append(turn)
+    groups = {}
+    for name, of_name in members.items():
+        of_name.sort(key=lambda turn: turn.id, reverse=True)
+        group = _group(name, *of_name[:FOUND_AT_MOST])._replace(total=len(of_name))
+        groups[group.ids] = group
+    found = (await store.find([_KEY]))[_KEY]
+    assert found.total == sum(group.total for group in groups.values())
+    assert len(found.groups) == min(len(groups), FOUND_AT_MOST)
+    for group in found.groups:
+        assert group == groups.pop(group.ids)

@@ -37,7 +37,7 @@ async def test_adding_creates_the_session_or_uses_it(store: Store) -> None:
     assert await store.usage() == Usage(0, 0, 0)
     before = time.time()
     for turns, described in enumerate((_DESCRIBED, make_session(_DESCRIBED.id)), 1):
-        given = replace(described, turns=77, size=78, ambiguous=True)
+        given = replace(described, turns=77, size=78)
         await store.add(given, [make_turn(_DESCRIBED.id)], [[]])
         session = await _session(store, _DESCRIBED.id)
         assert before <= session.used <= time.time()
@@ -50,7 +50,7 @@ async def test_a_saved_session_keeps_the_counts_of_the_store(store: Store) -> No
     assert await store.save_session(replace(_DESCRIBED, turns=77, size=78, ambiguous=True)) == Evicted()
     saved = replace(_DESCRIBED, size=_DESCRIPTION_SIZE)
     assert await store.session(_DESCRIBED.id) == saved
-    await store.add(_DESCRIBED, [make_turn(_DESCRIBED.id, reason="ambiguous")], [[]])
+    await store.add(replace(_DESCRIBED, ambiguous=True), [make_turn(_DESCRIBED.id)], [[]])
     counted = await _session(store, _DESCRIBED.id)
     assert counted == replace(saved, used=counted.used, turns=1, size=counted.size, ambiguous=True)
     plain = Session(id=_DESCRIBED.id, tenant="tenant", created=3.0, used=4.0)
@@ -114,32 +114,10 @@ async def test_sessions_of_one_tenant(store: Store) -> None:
     assert await _pages(store, 9, tenant="u") == [["u/8", "u/5", "u/2", "t/4"]]
 
 
-@pytest.mark.parametrize(
-    ("added", "ambiguous"),
-    [
-        ("a:k=ids o:other=ids b:x=ids b:k=more", "ab"),
-        ("a:k= b:k= c:k=ids", "abc"),
-        ("a:k=ids b:k=x c:k= d:k=y", "abcd"),
-        ("a:k=ids a:k=ids a:k=more", ""),  # not with itself
-        ("a:k= b:k= c:other=ids d:other=", ""),  # keys that only explain make nothing ambiguous
-    ],
-)
-async def test_rollouts_with_equal_conversations_are_ambiguous(
-    store: Store, added: str, ambiguous: str
-) -> None:
-    """`rollout:key=ids` for each turn."""
-    for each in added.split():
-        rollout, _, index = each.partition(":")
-        key, _, ids = index.partition("=")
-        await add(store, make_turn(rollout), entry(key, ids))
-    await add(store, make_turn("z", reason="no_match"))
-    await add(store, make_turn("y", reason="ambiguous"))
-    assert await _ambiguous(store) == {*ambiguous, "y"}
-
-
 async def test_a_session_stays_ambiguous(store: Store) -> None:
-    for name in ("a", "b"):
-        await add(store, make_turn(name), entry("k", "ids"))
-    await store.delete("a")
+    for ambiguous in (True, False):
+        session = make_session("b", ambiguous=ambiguous)
+        await store.add(session, [make_turn("b")], [[]])
+    await add(store, make_turn("a"), entry("k", "ids"))
     await store.save_session(make_session("b"))
     assert await _ambiguous(store) == {"b"}

@@ -6,10 +6,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from proxy.history.prompt_image import PromptImage
-from proxy.history.store import Evicted, Limits, Store, Usage
-from proxy.history.turn import WeightSpan, pack_alternatives, pack_ids, pack_logprobs
-from tests.support.store_utils import add, digest_of, entry, make_response, make_session, make_turn, opened
+from proxy.history.store import DOCUMENTS, Evicted, Limits, Store, Usage
+from proxy.history.turn import PromptImage, WeightSpan, pack_alternatives, pack_ids, pack_logprobs
+from tests.support.store_utils import add, digest_of, entry, make_session, make_turn, opened
 
 _EVERYTHING = make_turn(
     "tenant/räume",
@@ -69,8 +68,7 @@ async def test_a_turn_comes_back_as_it_was(store: Store) -> None:
 
 async def test_an_empty_store_holds_nothing(store: Store) -> None:
     assert await store.find([digest_of("k")]) == await store.find([]) == {}
-    assert await store.evicted([digest_of("k")]) == set()
-    assert not await store.claim("nothing")
+    assert await store.claim(digest_of("k"), b"") is None
     await store.release("nothing")
     await store.pin("nothing", 2e9)
     assert await store.path("nothing") == await store.turns("nothing") == []
@@ -127,11 +125,9 @@ async def test_adding_again_changes_nothing(store: Store) -> None:
     turn = make_turn()
     await add(store, turn, entry("k"))
     session, usage = await store.session("r"), await store.usage()
-    changed = replace(turn, model="other", reason="ambiguous")
-    added_again = await store.add(make_session(), [changed, changed], [[entry("other", "ids")], []])
-    assert added_again == Evicted()
+    changed = replace(turn, model="other")
+    assert await store.add(make_session(), [changed, changed], [[entry("k")], []]) == Evicted()
     assert await store.turns("r") == [turn]
-    assert await store.find([digest_of("other")]) == {}
     assert await store.session("r") == session
     assert await store.usage() == usage
     second = make_turn()
@@ -152,7 +148,6 @@ async def test_delete_leaves_nothing(store: Store) -> None:
     found = await store.find([shared.key, own.key])
     assert [candidate.turn for candidate in found[shared.key].groups[0].candidates] == [stays.id]
     assert found.keys() == {shared.key}
-    assert await store.evicted([shared.key, own.key]) == set()
     assert await store.turns("deleted") == await store.path(deleted.id) == []
     assert await store.session("deleted") is None
     assert await store.sessions(limit=10) == [left]
@@ -176,52 +171,49 @@ async def test_rewards_are_merged(store: Store) -> None:
     assert await store.set_rewards("s", {"": 1.0}) and await store.session("s") == session
 
 
-async def test_responses_come_newest_first_and_are_taken_once(store: Store) -> None:
-    first = make_response(
-        b"k", request=b"q" * 16, status=500, headers=((b"a", b"\xff"), (b"a", b"2")), body=b"\0"
-    )
-    second, other = make_response(b"k", failed=True), make_response(b"other")
-    for response in (second, first, other, first):
-        await store.keep_response(response)
-    assert await store.responses(b"k") == [second, first]
-    taken = await asyncio.gather(*(store.take_response(second) for _ in range(5)))
-    assert sorted(taken) == [False] * 4 + [True]
-    assert (await store.responses(b"k"), await store.responses(b"other")) == ([first], [other])
-
-
-async def test_the_newest_change_of_a_replica_counts(store: Store) -> None:
-    assert await store.replica_changes("fleet") == {}
-    await store.change_replica("fleet", "http://a:1", "added")
-    await store.change_replica("fleet", "http://räume:1/path", "drained")
-    await store.change_replica("fleet", "http://a:1", "removed")
-    expected = {"http://a:1": "removed", "http://räume:1/path": "drained"}
-    assert await store.replica_changes("fleet") == expected
-    await store.change_replica("fleet", "http://a:1", None)
-    assert await store.replica_changes("fleet") == {"http://räume:1/path": "drained"}
-
-
-def _content(size: int) -> bytes:
-    return b'{"x":"%s"}' % (b"x" * size)
-
-
-async def test_documents_are_written_read_and_deleted_once(store: Store) -> None:
-    documents = {"a": _content(1), "tenant/räume": _content(100_000), "c": b"{}"}
-    for name, content in documents.items():
-        await store.documents.keep(name, content)
-    await store.documents.keep("a", _content(2))  # the first stays
+async def test_values_are_kept_read_and_taken_once(store: Store) -> None:
+    long = os.urandom(50_000) + bytes(50_000)
+    values = {"a": b"", "tenant/räume": long, "c": b"z{}", "": b"\x00"}
+    for name, value in values.items():
+        assert await store.put("x", name, value)
+    assert not await store.put("x", "a", b"2", before=None)
+    assert await store.put("x", "c", b"=", keep_s=60.0) and await store.put("y", "a", b"other")
     await store.evict()
-    assert await store.documents.read(["tenant/räume", "a", "never", "c", "a"]) == documents
-    deleted = await asyncio.gather(*(store.documents.delete("a") for _ in range(4)))
-    assert sorted(deleted) == [False] * 3 + [True]
-    assert await store.documents.read(["a", "c"]) == {"c": b"{}"}
+    expected = {**values, "c": b"="}
+    assert (
+        await store.get("x") == await store.get("x", ["c", "", "never", "a", "tenant/räume", "c"]) == expected
+    )
+    taken = await asyncio.gather(*(store.take("x", "a") for _ in range(4)))
+    assert sorted(map(str, taken)) == sorted(["b''", *["None"] * 3])
+    assert await store.put("x", "a", b"new", before=None)
+    assert await store.get("x", ["a"]) == {"a": b"new"} and await store.get("y") == {"a": b"other"}
+    assert await store.get("never") == await store.get("x", []) == {}
 
 
-async def test_the_oldest_documents_are_dropped_first(whole_url: str) -> None:
-    async with opened(whole_url, Limits(document_bytes=5000)) as store:
+async def test_values_expire(store: Store) -> None:
+    for name, keep_s in (("old", -1.0), ("new", 60.0), ("kept", None)):
+        await store.put("x", name, b"1", keep_s=keep_s)
+    assert (
+        (await store.get("x")).keys()
+        == (await store.get("x", ["old", "new", "kept"])).keys()
+        == {"new", "kept"}
+    )
+    assert await store.take("x", "old") is None
+    assert await store.put("x", "old", b"2", keep_s=-1.0, before=None)
+    assert await store.put("x", "old", b"3", before=None)
+    assert await store.evict() == Evicted() and (await store.get("x"))["old"] == b"3"
+
+
+async def test_what_expires_first_is_dropped_first(url: str) -> None:
+    async with opened(url, Limits(document_bytes=5000)) as store:
         names = [f"d{number}" for number in range(10)]
         for name in names:
-            await store.documents.keep(name, _content(1000))
-        assert list(await store.documents.read(names)) == names[6:]
+            assert await store.put(DOCUMENTS, name, bytes(1000), keep_s=60.0)
+        left = {name: bytes(1000) for name in names[6:]}
+        assert await store.get(DOCUMENTS) == left
         # one over the limit displaces none
-        await store.documents.keep("large", os.urandom(6000))
-        assert list(await store.documents.read([*names, "large"])) == names[6:]
+        assert not await store.put(DOCUMENTS, "large", os.urandom(6000))
+        assert await store.get(DOCUMENTS) == left
+        for name in left:
+            assert await store.take(DOCUMENTS, name) == bytes(1000)
+        assert await store.put(DOCUMENTS, "large", os.urandom(4900))

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from proxy.history.cached_turn import hash_ids
+from proxy.history.cache import hash_ids
 from proxy.history.store import Session
 from proxy.history.turn import Turn, WeightSpan, pack_ids, pack_logprobs, turn_id, unpack_ids
 from proxy.history.vocabulary import ABORTED, Reason, Source

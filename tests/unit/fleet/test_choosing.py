@@ -1,13 +1,12 @@
+import asyncio
 import random
 from collections import Counter
 
 import pytest
 
-from proxy.fleet.choosing import Candidate, Preference, StickyLeastLoaded
+from proxy.fleet.choosing import Candidate, Preference, sticky_least_loaded
 from proxy.fleet.load import Load
-from proxy.fleet.pace import Pace
 
-_CHOOSE = StickyLeastLoaded(2.0)
 _NEW = Preference(ids=1000, completion_ids=200)
 
 
@@ -25,9 +24,9 @@ def _held(by: str = "a", ids: int = 1000, reused: int = 900) -> Preference:
         ([Candidate("a", 0, 1.0, 0.1), Candidate("b")], _NEW, "b"),
         # equal loads: the one with fewer requests
         ([Candidate("a", 3, 1.0), Candidate("b", 2, 1.0)], _NEW, "b"),
-        # 206 units of work at the holder, 262 elsewhere: it moves beyond twice the time
-        ([Candidate("a", 0, 4.0), Candidate("b", 0, 1.0)], _held(), "a"),
-        ([Candidate("a", 0, 4.2), Candidate("b", 0, 1.0)], _held(), "b"),
+        # 206 units of work at the holder, 262 elsewhere: it moves beyond 1.5 times the time
+        ([Candidate("a", 0, 2.8), Candidate("b", 0, 1.0)], _held(), "a"),
+        ([Candidate("a", 0, 2.9), Candidate("b", 0, 1.0)], _held(), "b"),
         # a long prefix is worth more
         ([Candidate("a", 0, 6.0), Candidate("b", 0, 1.0)], _held("a", 32_000, 31_900), "a"),
         ([Candidate("b", 0, 9.0), Candidate("c")], _held(), "c"),
@@ -36,7 +35,7 @@ def _held(by: str = "a", ids: int = 1000, reused: int = 900) -> Preference:
 def test_the_holder_is_chosen_unless_another_is_much_sooner(
     candidates: list[Candidate], preference: Preference, chosen: str
 ) -> None:
-    assert _CHOOSE(candidates, preference).name == chosen
+    assert sticky_least_loaded(candidates, preference).name == chosen
 
 
 def test_conversations_spread_as_fast_as_replicas_are() -> None:
@@ -46,7 +45,7 @@ def test_conversations_spread_as_fast_as_replicas_are() -> None:
     counts = Counter(dict.fromkeys(paces, 0))
     for _ in range(400):
         replicas = [Candidate(name, 0, counts[name], pace) for name, pace in paces.items()]
-        counts[_CHOOSE(replicas, _NEW).name] += 1
+        counts[sticky_least_loaded(replicas, _NEW).name] += 1
     seconds = [counts[name] * pace for name, pace in paces.items()]
     assert max(seconds) < 1.15 * min(seconds)
 
@@ -54,23 +53,7 @@ def test_conversations_spread_as_fast_as_replicas_are() -> None:
 @pytest.mark.parametrize(("age_s", "chosen"), [(0.0, "fast"), (300.0, "slow")])
 def test_a_replica_that_was_slow_long_ago_is_tried_again(age_s: float, chosen: str) -> None:
     replicas = [Candidate("fast", 0, 2.0, 1.0), Candidate("slow", 0, 0.0, 10.0, age_s)]
-    assert _CHOOSE(replicas, Preference(ids=100, completion_ids=100)).name == chosen
-
-
-def test_the_pace_is_the_mean_of_recent_turns() -> None:
-    time = [100.0]
-    pace = Pace(lambda: time[0])
-    assert pace.seconds is None
-    for _ in range(30):
-        pace.measure(2.0, 100.0)
-    assert pace.seconds == pytest.approx(0.02)
-    pace.measure(12.0, 100.0)
-    assert pace.seconds == pytest.approx(0.04)
-    for _ in range(30):
-        pace.measure(2.0, 100.0)
-    assert pace.seconds == pytest.approx(0.02, rel=0.01)
-    time[0] += 7
-    assert pace.age_s == 7
+    assert sticky_least_loaded(replicas, Preference(ids=100, completion_ids=100)).name == chosen
 
 
 def test_a_load_counts_and_times_requests() -> None:
@@ -85,7 +68,24 @@ def test_a_load_counts_and_times_requests() -> None:
     time[0] += 30
     load.shift(10)  # a pause does not count
     load.answered(first)
-    assert load.seconds_per_id() == pytest.approx(20 / 60)
+    assert load.pace_s is None
     load.completed(first, 8)
-    assert load.pace.seconds == pytest.approx(20 / (8 + 32 / 16))
+    assert load.pace_s is not None and load.pace_s == pytest.approx(20 / (8 + 32 / 16))
     assert load.silent_s() == 0
+    for _ in range(30):
+        load.completed(load.begin(60), 8)
+    assert load.pace_s < 0.01, "it is the mean of recent turns"
+    time[0] += 7
+    assert load.pace_age_s == 7
+
+
+def test_a_silence_is_usual_as_long_as_prompts_take_to_read() -> None:
+    time = [0.0]
+    load = Load(lambda: time[0])
+    lease = load.begin(100)
+    time[0] += 2
+    load.answered(lease)
+    load.end(lease)
+    assert load.usual_silence_s() == 2
+    load.begin(1000).deadline = asyncio.Timeout(None)
+    assert load.usual_silence_s() == pytest.approx(20)

@@ -89,7 +89,7 @@ def test_loads_are_zero_when_all_is_over(conversations: Conversations, clock: Cl
             conversations.end(str(number))
     clock.now = 100
     assert (conversations.load("a"), conversations.load("b"), len(conversations)) == (0, 0, 0)
-    assert (conversations._all, conversations._idle, conversations._total) == ({}, {}, 0)
+    assert (conversations._sums, conversations._total) == ({}, 0)
 
 
 def test_conversation_that_pauses_for_far_longer_than_others_does_not_count(clock: Clock) -> None:

@@ -27,17 +27,17 @@ def _opened(breaker: Breaker) -> int:
 
 
 def test_failures_in_a_row_open_it(clock: Clock) -> None:
-    breaker = Breaker(3, clock)
+    breaker = Breaker(clock)
     for _ in range(2):
         breaker.failed("no", may_open=True)
     breaker.succeeded()
     assert _opened(breaker) == 3
-    assert (breaker.state, breaker.allows, breaker.ejections) == (BreakerState.OPEN, False, 1)
+    assert (breaker.state, breaker.allows) == (BreakerState.OPEN, False)
     assert breaker.reason == "no"
 
 
 def test_half_open_lets_one_request_through(clock: Clock) -> None:
-    breaker = Breaker(3, clock)
+    breaker = Breaker(clock)
     _opened(breaker)
     clock.now += breaker.opens_for_s()
     assert breaker.state is BreakerState.HALF_OPEN
@@ -52,7 +52,7 @@ def test_half_open_lets_one_request_through(clock: Clock) -> None:
 
 
 def test_a_trial_whose_client_left_is_no_trial(clock: Clock) -> None:
-    breaker = Breaker(3, clock)
+    breaker = Breaker(clock)
     _opened(breaker)
     clock.now += breaker.opens_for_s()
     trial, earlier = object(), object()
@@ -65,7 +65,7 @@ def test_a_trial_whose_client_left_is_no_trial(clock: Clock) -> None:
 
 
 def test_each_time_it_stays_open_for_longer(clock: Clock) -> None:
-    breaker = Breaker(3, clock)
+    breaker = Breaker(clock)
     _opened(breaker)
     times = []
     for _ in range(10):
@@ -78,7 +78,7 @@ def test_each_time_it_stays_open_for_longer(clock: Clock) -> None:
 
 
 def test_what_was_long_ago_is_forgiven(clock: Clock) -> None:
-    breaker = Breaker(3, clock)
+    breaker = Breaker(clock)
     _opened(breaker)
     clock.now += breaker.opens_for_s()
     breaker.succeeded()
@@ -90,7 +90,7 @@ def test_what_was_long_ago_is_forgiven(clock: Clock) -> None:
 def test_what_was_sent_before_it_opened_changes_nothing(clock: Clock) -> None:
     """It opened by failures, or by hand; the requests that waited for an answer end afterwards."""
     for by_hand in (False, True):
-        breaker = Breaker(3, clock)
+        breaker = Breaker(clock)
         breaker.open("silent") if by_hand else _opened(breaker)
         until = breaker.opens_for_s()
         assert not breaker.failed("late", may_open=True)

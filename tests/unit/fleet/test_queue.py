@@ -10,46 +10,45 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.errors import ApiError, EngineUnavailable, Overloaded
-from proxy.fleet.hold import Hold
-from proxy.fleet.queue import LOOK_AHEAD, MAX_PASSED_OVER, FairQueue
+from proxy.fleet.queue import FairQueue, Hold
 from tests.support.stepped import elapse, now, settled, stepped
 
 
 class _Places:
-    """Places of several kinds, and the requests that hold one."""
+    """Places, and the requests that hold one."""
 
-    def __init__(self, *, max_waiting: int = 1000, timeout_s: float = 60.0, **free: int) -> None:
-        self.free = Counter(free)
+    def __init__(self, *, max_waiting: int = 1000, timeout_s: float = 60.0, free: int = 0) -> None:
+        self.free = free
         self.hold = Hold(now)
-        self.queue: FairQueue[str] = FairQueue(max_waiting, timeout_s, self.give_back, self.hold, now)
+        self.queue: FairQueue[bool] = FairQueue(max_waiting, timeout_s, self.give_back, self.hold, now)
         self.tried = 0
         self.served: list[tuple[str, int, int]] = []
         """Tenant, weight and number of each request in the order of service."""
         self._number = 0
 
-    def give_back(self, kind: str) -> None:
-        self.free[kind] += 1
+    def give_back(self, taken: bool = True) -> None:
+        self.free += 1
 
-    def release(self, kind: str = "any") -> None:
-        self.give_back(kind)
+    def release(self) -> None:
+        self.give_back()
         self.queue.wake()
 
-    def start(self, tenant: str = "a", weight: int = 1, kind: str = "any") -> "asyncio.Task[str]":
+    def start(self, tenant: str = "a", weight: int = 1) -> "asyncio.Task[bool]":
         self._number += 1
         number = self._number
 
-        def try_take() -> str | None:
+        def try_take() -> bool | None:
             self.tried += 1
-            if not self.free[kind]:
+            if not self.free:
                 return None
-            self.free[kind] -= 1
+            self.free -= 1
             self.served.append((tenant, weight, number))
-            return kind
+            return True
 
-        return asyncio.create_task(self.queue.acquire(tenant, weight, try_take, kind))
+        return asyncio.create_task(self.queue.acquire(tenant, weight, try_take))
 
 
-def _cancel(*tasks: "asyncio.Task[str]") -> None:
+def _cancel(*tasks: "asyncio.Task[bool]") -> None:
     for task in tasks:
         task.cancel()
 
@@ -59,7 +58,7 @@ def _cancel(*tasks: "asyncio.Task[str]") -> None:
 
 @stepped
 async def test_requests_of_a_tenant_are_served_in_their_order() -> None:
-    places = _Places(any=1)
+    places = _Places(free=1)
     tasks = [places.start(weight=weight) for weight in (9, 1, 5, 2)]
     await settled()
     assert tasks[0].done(), "a free place is taken without waiting"
@@ -67,7 +66,7 @@ async def test_requests_of_a_tenant_are_served_in_their_order() -> None:
         places.release()
     await asyncio.gather(*tasks)
     assert [number for *_, number in places.served] == [1, 2, 3, 4]
-    assert (places.free["any"], places.queue.waiting) == (0, 0)
+    assert (places.free, places.queue.waiting) == (0, 0)
 
 
 @stepped
@@ -176,7 +175,7 @@ def test_no_place_is_lost_and_none_stays_free_while_a_request_waits(
 ) -> None:
     @stepped
     async def play() -> None:
-        places = _Places(any=capacity)
+        places = _Places(free=capacity)
         waiting = [places.start("abc"[i % 3]) for i in range(capacity + 5)]
         await settled()
         running = sum(task.done() for task in waiting)
@@ -195,12 +194,12 @@ def test_no_place_is_lost_and_none_stays_free_while_a_request_waits(
             await settled()
             running += sum(task.done() and not task.cancelled() for task in waiting)
             waiting = [task for task in waiting if not task.done()]
-            assert places.free["any"] + running == capacity
+            assert places.free + running == capacity
             assert places.queue.waiting == len(waiting)
-            assert not (places.free["any"] and waiting)
+            assert not (places.free and waiting)
         _cancel(*waiting)
         await settled()
-        assert (places.queue.waiting, places.free["any"] + running) == (0, capacity)
+        assert (places.queue.waiting, places.free + running) == (0, capacity)
 
     play()
 
@@ -212,10 +211,10 @@ async def test_who_leaves_when_its_place_was_taken_gives_it_to_the_next() -> Non
     await settled()
     places.release()
     first.cancel()
-    assert await second == "any"
+    assert await second
     with pytest.raises(asyncio.CancelledError):
         await first
-    assert places.free["any"] == 0
+    assert places.free == 0
 
 
 @stepped
@@ -223,7 +222,7 @@ async def test_an_error_of_try_take_goes_to_its_own_request_and_the_next_is_serv
     places = _Places()
     gone = False
 
-    def try_take() -> str | None:
+    def try_take() -> bool | None:
         if gone:
             raise EngineUnavailable("the replica is gone")
         return None
@@ -233,11 +232,11 @@ async def test_an_error_of_try_take_goes_to_its_own_request_and_the_next_is_serv
     following = [places.start("a"), places.start("b")]
     await settled()
     gone = True
-    places.give_back("any")
+    places.give_back()
     places.release()
     with pytest.raises(ApiError, match="gone"):
         await failing
-    assert await asyncio.gather(*following) == ["any", "any"]
+    assert await asyncio.gather(*following) == [True, True]
 
 
 # --- bounds
@@ -251,14 +250,14 @@ async def test_a_full_queue_refuses_with_429_and_when_to_retry() -> None:
     with pytest.raises(Overloaded) as refused:
         await places.start()
     assert (refused.value.status, refused.value.code) == (429, "queue_full")
-    assert (b"retry-after", b"1") in refused.value.headers()
+    assert (b"retry-after", b"2") in refused.value.headers()
     tasks[0].cancel()
     await settled()
     third = places.start()
     await settled()
     assert not third.done()
     _cancel(*tasks, third)
-    none_waits = _Places(max_waiting=0, any=1)
+    none_waits = _Places(max_waiting=0, free=1)
     await none_waits.start()
     with pytest.raises(Overloaded):
         await none_waits.start()
@@ -290,7 +289,7 @@ async def test_a_request_waits_no_longer_than_it_may_and_held_time_does_not_coun
     with pytest.raises(Overloaded) as refused:
         await waiting
     assert (refused.value.status, refused.value.code) == (429, "queue_timeout")
-    assert (b"retry-after", b"1") in refused.value.headers()
+    assert (b"retry-after", b"2") in refused.value.headers()
     assert places.queue.waiting == 0
     places.hold.begin()
     held = [places.start() for _ in range(3)]
@@ -299,58 +298,22 @@ async def test_a_request_waits_no_longer_than_it_may_and_held_time_does_not_coun
     places.hold.end()
     await elapse(7.9)
     places.release()
-    assert await held[0] == "any"
+    assert await held[0]
     await elapse(2.0)
     assert all(isinstance(task.exception(), Overloaded) for task in held[1:])
 
 
 @stepped
-async def test_a_request_overtakes_those_that_the_free_place_does_not_suit() -> None:
-    places = _Places()
-    blocked = [places.start("a", kind="any") for _ in range(LOOK_AHEAD - 1)]
-    late = places.start("a", kind="other")
-    await settled()
-    places.release("other")
-    assert await late == "other"
-    places.give_back("other")
-    assert await places.start("a", kind="other") == "other"
-    assert places.queue.waiting == len(blocked)
-    _cancel(*blocked)
-
-
-@stepped
-async def test_a_request_is_not_passed_over_for_ever() -> None:
-    places = _Places()
-    large = places.start("a", kind="large")
-    await settled()
-    small = [places.start(f"t{i}") for i in range(2 * MAX_PASSED_OVER)]
-    await settled()
-    for _ in small:
-        places.release()
-    await settled()
-    assert sum(task.done() for task in small) == MAX_PASSED_OVER
-    places.release("large")
-    assert await large == "large"
-    await settled()
-    assert all(task.done() for task in small)
-
-
-@stepped
-async def test_few_requests_are_tried_however_many_wait() -> None:
+async def test_the_first_in_line_is_tried_alone_however_many_wait() -> None:
     places = _Places()
     tasks = [places.start("ab"[i % 2]) for i in range(200)]
-    tasks += [places.start(f"t{i}") for i in range(100)]
     await settled()
-    places.tried = 0
-    places.queue.wake()
-    assert places.tried == 1, "a request no heavier than another that found no place is not tried"
     places.tried = 0
     places.release()
     assert places.tried == 2
-    places.tried = 0
     tasks.append(places.start("new"))
     await settled()
-    assert places.tried <= 2
+    assert places.tried == 2
     _cancel(*tasks)
 
 
@@ -370,11 +333,10 @@ async def test_nothing_is_kept_of_tenants_that_are_gone() -> None:
         if blocker.done():
             blocker = places.start("blocker")
             await settled()
-    assert len(places.queue._tenants._heap) < 200
-    assert len(places.queue._tenants.by_name) < 200
+    assert len(places.queue._tags) < 200
     blocker.cancel()
     await settled()
     while places.queue.waiting:
         places.release()
         await settled()
-    assert not places.queue._tenants.by_name
+    assert not places.queue._tags

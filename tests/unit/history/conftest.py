@@ -9,14 +9,14 @@ from proxy.history.encoders import EncoderPool
 from proxy.history.history import History
 from proxy.history.store import Limits
 from proxy.metrics import Metrics
-from proxy.stores.memory import MemoryStore
+from proxy.stores.sqlite import SqliteStore
 
 
 @pytest.fixture
 async def history() -> AsyncIterator[History]:
     """An open record without turns."""
     with EncoderPool(1, 2**20) as encoders:
-        made = History(MemoryStore(Limits()), encoders, Metrics(), 2**20, Auditor(Metrics(), None))
+        made = History(SqliteStore(None, Limits()), encoders, Metrics(), 2**20, Auditor(Metrics(), None))
         await made.open()
         yield made
         await made.aclose()

@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 
 import pytest
 
@@ -99,17 +98,3 @@ async def test_cancelled_running_work_is_signalled_and_counts_until_it_ends(pool
     held.release.set()
     await until(lambda: pool.bytes_in_use == 0)
     assert await pool.run(lambda: "next", 60 * LARGE, tokenises=True) == "next"
-
-
-async def test_tenants_share_the_thread_for_large_work(pool: EncoderPool) -> None:
-    held, order = Held(), list[str]()
-    first = asyncio.create_task(pool.run(held, LARGE + 1, tokenises=True))
-    others: list[asyncio.Task[None]] = []
-    await began(held)
-    for tenant in ("many", "many", "many", "few"):
-        work = pool.run(partial(order.append, tenant), 2 * LARGE, tokenises=True, tenant=tenant)
-        others.append(asyncio.create_task(work))
-    await asyncio.sleep(0)
-    held.release.set()
-    await asyncio.gather(first, *others)
-    assert order.index("few") <= 1

@@ -5,10 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from proxy.history.feed import Cause
 from proxy.history.feed_watch import FeedWatch
-from proxy.history.store import Limits, StoreError
-from proxy.stores.memory import MemoryStore
+from proxy.history.store import Cause, FeedState, Limits, StoreError
+from proxy.stores.sqlite import SqliteStore
 from tests.support.store_utils import add, make_turn
 
 
@@ -20,24 +19,24 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("notified", [False, True])
 async def test_all_who_wait_share_the_polls_also_after_the_store_failed(notified: bool) -> None:
-    store, polls, fails = MemoryStore(Limits()), 0, True
-    end = store.feed.end
+    store, polls, fails = SqliteStore(None, Limits()), 0, True
+    state = store.feed_state
 
-    async def count() -> int:
+    async def count() -> FeedState:
         nonlocal polls
         polls += 1
         if fails:
             raise StoreError("gone")
-        return await end()
+        return await state()
 
-    store.feed.end = count  # type: ignore[method-assign]
+    store.feed_state = count  # type: ignore[assignment, method-assign]
     watch = FeedWatch(store, 1000.0 if notified else 0.002)
     polling = asyncio.create_task(watch.poll_forever())
     waiting = [asyncio.create_task(watch.wait(0, 15)) for _ in range(100)]
     await _until(lambda: polls >= (1 if notified else 3))
     fails, before = False, polls
     await add(store, make_turn("a"))
-    await store.feed.finish("a", Cause.END)
+    await store.finish("a", Cause.END)
     if notified:
         watch.notify()
     assert await asyncio.gather(*waiting) == [True] * 100

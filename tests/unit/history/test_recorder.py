@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from proxy.history.cached_turn import cached_turn, hash_ids
+from proxy.history.cache import cached_turn, hash_ids
 from proxy.history.completion import Completion, SampledChoice
 from proxy.history.history import History
 from proxy.history.new_turns import new_turns

@@ -7,7 +7,7 @@ from proxy.history.retries import EarlierResponse, Retries
 from proxy.history.store import Limits
 from proxy.history.tasks import Tasks
 from proxy.metrics import Metrics
-from proxy.stores.memory import MemoryStore
+from proxy.stores.sqlite import SqliteStore
 from proxy.turn.request import ChatRequest, RetrySigns
 from tests.support.recording import chat_request, session_ref
 
@@ -16,7 +16,7 @@ _SESSION = "s"
 
 @pytest.fixture
 def retries() -> Retries:
-    return Retries(MemoryStore(Limits()), Metrics(), Tasks())
+    return Retries(SqliteStore(None, Limits()), Metrics(), Tasks())
 
 
 def _request(

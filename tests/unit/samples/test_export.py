@@ -21,22 +21,22 @@ from proxy.samples.export import (
     table,
 )
 from proxy.samples.layouts import LAYOUTS
-from proxy.stores.memory import MemoryStore
+from proxy.stores.sqlite import SqliteStore
 from tests.support.trees import add_rollouts
 
 
 async def _filled(*ids: str) -> Store:
-    store = MemoryStore(Limits())
+    store = SqliteStore(None, Limits())
     await add_rollouts(store, *ids)
     return store
 
 
-class _Moving(MemoryStore):
+class _Moving(SqliteStore):
     """A store in which sessions are used between the pages of the list."""
 
     def __init__(self, on_page: dict[int, str]) -> None:
         """`on_page`: which session is used before the page of this number is read."""
-        super().__init__(Limits(max_age_s=1e10))
+        super().__init__(None, Limits(max_age_s=1e10))
         self._on_page = on_page
         self._pages = 0
 

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from proxy.history.feed import Cause
-from proxy.history.store import Limits, Store
+from proxy.history.store import Cause, Limits, Store
 from proxy.history.turn import Turn, WeightSpan
 from proxy.samples import feed
 from proxy.samples.feed import FeedFilter, FeedStep, metadata_matches, read_step
-from proxy.stores.memory import MemoryStore
+from proxy.stores.sqlite import SqliteStore
 from tests.support.store_utils import make_session
 from tests.support.trees import child, root
 
@@ -23,7 +22,7 @@ _NESTED = 'nested={"a": [1, {"b": 2.0}]}'
 @pytest.fixture
 async def store() -> AsyncIterator[Store]:
     """An empty store; the law of its feed is tested in `tests/contract/stores`."""
-    store = MemoryStore(Limits())
+    store = SqliteStore(None, Limits())
     await store.open()
     yield store
     await store.aclose()
@@ -41,7 +40,7 @@ async def _finish(store: Store, name: str, *versions: str, **fields: Any) -> Non
         parent = {"parent": turns[-1].id} if turns else {}
         turns.append(root(f"{name}{number}", [1], [2], prompt_tokens=1 + 2 * number, **own, **parent))
     await store.add(make_session(name, **fields), turns, [[] for _ in turns])
-    assert await store.feed.finish(name, Cause.END)
+    assert await store.finish(name, Cause.END)
 
 
 def _names(step: FeedStep) -> list[str]:
@@ -63,7 +62,7 @@ async def test_weights_select_samples(store: Store) -> None:
     ]:
         step = await _step(store, weight_versions=frozenset(versions))
         assert _names(step) == names
-        assert (step.position, step.more) == (await store.feed.end(), False)
+        assert (step.position, step.more) == ((await store.feed_state()).end, False)
 
 
 async def test_only_the_samples_that_fit_are_delivered(store: Store) -> None:
@@ -73,7 +72,7 @@ async def test_only_the_samples_that_fit_are_delivered(store: Store) -> None:
     first = root("a", [1], [2], **of("7"))
     turns = [first, child("b", first, [3], [4], **of("7")), child("c", first, [3], [4], **of("7", "8"))]
     await store.add(make_session("r"), turns, [[], [], []])
-    await store.feed.finish("r", Cause.END)
+    await store.finish("r", Cause.END)
     for versions, leaves in (({"7"}, ["b"]), ({"7", "8"}, ["b", "c"])):
         [rollout] = (await _step(store, weight_versions=frozenset(versions))).rollouts
         assert [sample.leaf for sample in rollout.samples] == leaves
@@ -109,9 +108,9 @@ async def test_steps_are_limited(store: Store, monkeypatch: pytest.MonkeyPatch) 
         found += _names(step)
         position, more, steps = step.position, step.more, steps + 1
     assert found == ["r1", "r3", "r5", "r7"]
-    assert position == await store.feed.end() and steps <= 4
+    assert position == (await store.feed_state()).end and steps <= 4
     step = await _step(store, metadata=("odd=never",))
     assert (step.rollouts, step.more) == ([], True)
-    assert step.position == (await store.feed.read(0, limit=8))[5].position
+    assert step.position == (await store.finished(0, limit=8))[5].position
     monkeypatch.setattr(feed, "MOST_IDS", 1)
     assert _names(await _step(store)) == ["r0"]

@@ -8,18 +8,17 @@ from typing import Any
 
 import pytest
 
-from proxy.history.feed import Cause
-from proxy.history.store import Limits, Store, StoreError
+from proxy.history.store import Cause, Limits, Store, StoreError
 from proxy.samples.feed import FeedFilter
 from proxy.samples.follow import Follower, end_last_line
 from proxy.samples.layouts import LAYOUTS
-from proxy.stores.memory import MemoryStore
+from proxy.stores.sqlite import SqliteStore
 from tests.support.trees import add_rollouts
 
 
 async def _finish(store: Store, name: str) -> None:
     await add_rollouts(store, name)
-    assert await store.feed.finish(name, Cause.END)
+    assert await store.finish(name, Cause.END)
 
 
 async def _until(condition: Any) -> None:
@@ -29,10 +28,10 @@ async def _until(condition: Any) -> None:
 
 
 async def test_a_store_that_fails_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = MemoryStore(Limits())
+    store = SqliteStore(None, Limits())
     await _finish(store, "a")
     file, errors, reads = io.BytesIO(), list[StoreError](), 0
-    read = store.feed.read
+    read = store.finished
 
     async def fail_at_times(*args: Any, **kwargs: Any) -> Any:
         nonlocal reads
@@ -41,7 +40,7 @@ async def test_a_store_that_fails_for_a_while(monkeypatch: pytest.MonkeyPatch) -
             raise StoreError("gone")
         return await read(*args, **kwargs)
 
-    monkeypatch.setattr(store.feed, "read", fail_at_times)
+    monkeypatch.setattr(store, "finished", fail_at_times)
     follower = Follower(store, LAYOUTS["plain"], FeedFilter(), "once", 0, poll_s=0.001)
     running = asyncio.create_task(follower.run(file, errors.append))
     await _until(lambda: reads > 6)
@@ -51,7 +50,7 @@ async def test_a_store_that_fails_for_a_while(monkeypatch: pytest.MonkeyPatch) -
     await running
     # reported once each time
     assert [str(error) for error in errors] == ["gone", "gone"]
-    assert follower.position == await store.feed.end()
+    assert follower.position == (await store.feed_state()).end
     assert [json.loads(line)["rollout"] for line in file.getvalue().splitlines()] == ["a", "a", "b", "b"]
 
 

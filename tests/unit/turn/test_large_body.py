@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.errors import EngineBroken
 from proxy.history.completion import Completion
 from proxy.turn import reader, wire
 from proxy.turn.cut import CUT_FROM_BYTES
@@ -97,11 +96,3 @@ def test_usual_bodies_are_cut(body: Body) -> None:
     for visible in (Visible(ids, logprobs) for ids in (False, True) for logprobs in (False, True)):
         assert _agree(encoded(body), visible)
         assert _agree(encoded(body), visible, sent=b"[5,6]")
-
-
-def test_what_is_small_or_no_json_is_not_cut() -> None:
-    body = encoded(whole(_large()))
-    assert wire.parse(encoded(whole()), whole=True).cut.ids is None
-    for other in (body[:-1], body.replace(b"[7,2]", b"[7,,2]"), body + b"]"):
-        with pytest.raises(EngineBroken):
-            wire.parse(other, whole=True)

@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from proxy.history.prompt_image import PromptImage
-from proxy.history.turn import Turn
+from proxy.history.turn import PromptImage, Turn
 from proxy.samples.samples import Sample, samples_of
 from proxy.samples.tree import path_of
 from proxy.viewer.drift import Basis, drift_lane

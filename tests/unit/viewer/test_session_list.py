@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from proxy.history.store import Cursor, Session, Store, session_id
-from proxy.stores.memory import MemoryStore
+from proxy.stores.sqlite import SqliteStore
 from proxy.viewer import session_list
 from proxy.viewer.session_list import list_sessions, rows_of
 from proxy.viewer.tree import session_tree
@@ -15,8 +15,8 @@ from tests.support.viewer.recordings import LIMITS
 
 
 @pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore(LIMITS)
+def store() -> SqliteStore:
+    return SqliteStore(None, LIMITS)
 
 
 async def _add(store: Store, *names: str, tenant: str = "", metadata: bytes = b"{}") -> None:

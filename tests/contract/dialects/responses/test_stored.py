@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from proxy.history.store import StoreError
-from proxy.stores.memory_documents import MemoryDocuments
+from proxy.stores.sqlite import SqliteStore
 from tests.contract.dialects.responses.dialogue import FUNCTION, engine_body, result, sdk
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.talk import call, user
@@ -81,11 +81,11 @@ def test_references_to_items(client: httpx.Client, fake: FakeVllm) -> None:
 
 
 def test_a_store_that_does_not_respond(mortal: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(*args: object) -> None:
+    async def fail(*args: object, **named: object) -> None:
         raise StoreError("out of order")
 
-    for name in ("keep", "read"):
-        monkeypatch.setattr(MemoryDocuments, name, fail)
+    for name in ("put", "get"):
+        monkeypatch.setattr(SqliteStore, name, fail)
     with run_proxy([mortal], store="memory:") as client:
         made = _post(client, input="Hi").json()
         assert made["status"] == "completed"

@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.history.ids_index import ids_entries, prefix_keys
+from proxy.history.identity import ids_entries, prefix_keys
 from proxy.history.turn import pack_ids
 from tests.support.recording import scope_of
 

@@ -9,7 +9,7 @@ import pytest
 
 from proxy.history.cache import TurnCache
 from proxy.history.claims import Claims
-from proxy.history.matcher import Matcher
+from proxy.history.match import Matcher
 from proxy.history.store import FOUND_AT_MOST
 from proxy.history.vocabulary import Reason
 from tests.support.recording import Record, assistant, scope_of, user
@@ -81,10 +81,10 @@ async def test_claim_of_a_request_that_leaves_is_released(monkeypatch: pytest.Mo
     turns = {(await record.add([user("Hi")], assistant("a"), [5], [6])).turn.id for _ in range(2)}
     request, claim = [user("Hi"), assistant("a"), _MORE], record.store.claim
 
-    async def slow(turn: str) -> bool:
+    async def slow(key: bytes, ids: bytes) -> str | None:
         claiming.set()
         await go_on.wait()
-        return await claim(turn)
+        return await claim(key, ids)
 
     monkeypatch.setattr(record.store, "claim", slow)
 
@@ -134,8 +134,8 @@ async def test_longest_prefix_of_ids_in_a_wide_rollout() -> None:
             (b"[5,60]", None),
             (b"[%d]" % 2**64, None),
         ):
-            turn = await matcher.longest_prefix(prompt, "s")
-            assert (turn and turn.id) == (expected and expected.turn.id)
+            turns = await matcher.longest_in("s", prompt)
+            assert [turn.id for turn in turns] == ([expected.turn.id] if expected else [])
 
 
 @pytest.mark.parametrize("sampled", [lambda n: [6, n], lambda n: [6]])

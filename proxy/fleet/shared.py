@@ -1,25 +1,41 @@
-"""The state of a fleet's weights, which all its processes share.
+"""What all processes of a fleet share through the store: words by name, and the state of its weights.
 
 Law: a replica serves requests only if its weights are those of the fleet.
 
     serves(replica)  <=>  no failure of it is recorded, and
                           no version was set, or its engine reports the version that was set
 
-One value in the store holds the state. The process that gets an admin call writes it; all others read it.
+One word in the store holds the state. The process that gets an admin call writes it; all others read it.
 """
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping
+from typing import Protocol
 
 import msgspec
-from msgspec.structs import replace
 
-if TYPE_CHECKING:
-    from proxy.fleet.replica import Replica
+from proxy.errors import Unavailable
+
+_STATE = "weights"
+"""The name of the word that holds the state."""
 
 
-class StateError(Exception):
-    """The state cannot be read or written; the message says why."""
+class SharedError(Unavailable):
+    """The store cannot be read or written; the message says why."""
+
+
+class SharedWords(Protocol):
+    """Words that the processes of a fleet share. Both methods may raise SharedError."""
+
+    shared: bool
+    """Whether other processes may use the store."""
+
+    async def read(self) -> Mapping[str, str]:
+        """All words, by name."""
+        ...
+
+    async def write(self, name: str, word: str | None) -> None:
+        """Keep a word in place of the one before; None forgets it."""
+        ...
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -28,8 +44,6 @@ class Failure(msgspec.Struct, frozen=True):
     path: str
     """The call that failed."""
     reason: str
-    revision: int
-    """That of the fleet's version when it failed."""
     loading: bool = True
     """Whether its weights may differ from what their version says; False if it may still be paused."""
     repairing: bool = False
@@ -60,19 +74,10 @@ class FleetState(msgspec.Struct, frozen=True):
         """Whether new requests wait."""
         return bool(self.paused or self.updating)
 
-    def with_version(self, version: str) -> "FleetState":
-        """The state after a version was set."""
-        return replace(self, version=version, revision=self.revision + 1)
-
-    def with_failures(self, failures: dict[str, Failure]) -> "FleetState":
-        """The state after replicas failed."""
-        return replace(self, failures={**self.failures, **failures})
-
-    def without_failures(self, replicas: Iterable[str]) -> "FleetState":
-        """The state after replicas recovered."""
-        gone = set(replicas)
-        kept = {name: failure for name, failure in self.failures.items() if name not in gone}
-        return replace(self, failures=kept)
+    def lacks_weights(self, replica: str) -> bool:
+        """Whether an update failed on a replica, and no other one has begun there."""
+        failure = self.failures.get(replica)
+        return failure is not None and failure.loading and not failure.repairing
 
     def allows(self, replica: str, version: str | None) -> bool:
         """Whether a replica may serve requests; `version` as in `problem`."""
@@ -98,40 +103,20 @@ class FleetState(msgspec.Struct, frozen=True):
             )
         return "; ".join(problems)
 
-    def recovered(self, replica: str, version: str | None) -> bool:
-        """Whether a failed replica is seen to have the fleet's weights, by the version that it reports.
 
-        One that failed while weights were loaded reports its old version until an update succeeds: only a
-        version that was set after the failure proves that it has the weights.
-        """
-        failure = self.failures.get(replica)
-        if failure is None or not failure.loading or self.version is None:
-            return False
-        return version == self.version and self.revision > failure.revision
+async def read_state(words: SharedWords) -> FleetState:
+    """The state; the default one if none was written.
 
-
-class StateStore(Protocol):
-    """Where the processes of a fleet keep the state. Both methods may raise StateError."""
-
-    shared: bool
-    """Whether other processes may use it."""
-
-    async def read(self) -> FleetState:
-        """The state; the default one if none was written."""
-        ...
-
-    async def write(self, state: FleetState) -> None:
-        """Keep a state in place of the one before."""
-        ...
+    Raises:
+        SharedError: it cannot be read.
+    """
+    stored = (await words.read()).get(_STATE)
+    try:
+        return msgspec.json.decode(stored, type=FleetState) if stored is not None else FleetState()
+    except msgspec.DecodeError as error:
+        raise SharedError(f"the store holds a weight state that cannot be read: {error}") from error
 
 
-class ReplicaWeights(Protocol):
-    """Which weights a replica must have: see `weights.py`."""
-
-    async def greet(self, replica: "Replica") -> None:
-        """Find out the version of a replica that was discovered, before it gets requests."""
-        ...
-
-    def problem(self, replica: "Replica") -> str:
-        """Why a replica gets no requests; empty if its weights are those of the fleet."""
-        ...
+async def write_state(words: SharedWords, state: FleetState) -> None:
+    """Keep a state in place of the one before. Raises SharedError."""
+    await words.write(_STATE, msgspec.json.encode(state).decode())
