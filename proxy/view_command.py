@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from proxy.errors import BadRequest, UsageError
-from proxy.export_options import STDOUT, chosen_store
+from proxy.export_command import STDOUT, chosen_store
 from proxy.history.store import Store, StoreError
 from proxy.routes.session_names import check_name
 from proxy.samples.export import ExportRefused, chosen_rollouts, whole_file

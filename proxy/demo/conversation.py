@@ -71,8 +71,6 @@ class Turn:
     cached: int | None
     """Prompt ids from the engine's prefix cache, in whole blocks; None if the server does not report them."""
     seconds: float
-    finish_reason: str
-    tool_calls: int
 
     @property
     def appended(self) -> int:
@@ -273,7 +271,7 @@ def _new_messages(step: Step, previous: ChatCompletion | None) -> Iterator[ChatC
 
 def _turn(number: int, step: Step, completion: ChatCompletion, ids_before: list[int], seconds: float) -> Turn:
     prompt_ids, completion_ids = ids_of(completion)
-    choice, usage = completion.choices[0], completion.usage
+    usage = completion.usage
     details = usage.prompt_tokens_details if usage else None
     return Turn(
         number=number,
@@ -284,6 +282,4 @@ def _turn(number: int, step: Step, completion: ChatCompletion, ids_before: list[
         reused=common_prefix(ids_before, prompt_ids),
         cached=details.cached_tokens if details else None,
         seconds=seconds,
-        finish_reason=choice.finish_reason,
-        tool_calls=len(choice.message.tool_calls or []),
     )

@@ -3,9 +3,9 @@
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_origin
 
-from pydantic import BaseModel, Field, SecretStr, field_validator, model_validator
+from pydantic import BaseModel, Field, SecretStr, ValidationInfo, field_validator, model_validator
 
 from proxy.settings.flags import Flag
 from proxy.turn.request import ThinkingPolicy
@@ -30,20 +30,29 @@ def default_store() -> str:
     return f"sqlite:///{state_folder() / 'rollouts.db'}"
 
 
-def _split(value: object) -> object:
-    """Split a string with commas into a list of values; null gives an empty list."""
-    if isinstance(value, str):
-        return [part.strip() for part in value.split(",") if part.strip()]
-    return [] if value is None else value
-
-
 def _existing(file: Path | None) -> Path | None:
     if file is not None and not file.is_file():
         raise ValueError(f"no file at {file}")
     return file
 
 
-class EngineSettings(BaseModel):
+class _Group(BaseModel):
+    """Settings of one topic."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_list(cls, value: object, info: ValidationInfo) -> object:
+        """A list may be a string with commas or null, and aliases a mapping of names to models."""
+        if get_origin(cls.model_fields[info.field_name or ""].annotation) is not list:
+            return value
+        if isinstance(value, dict) and info.field_name == "model_aliases":
+            return [f"{name}={entry}" for name, entry in value.items()]
+        if isinstance(value, str):
+            return [part.strip() for part in value.split(",") if part.strip()]
+        return [] if value is None else value
+
+
+class EngineSettings(_Group):
     """The addresses of the engines, and how the proxy sends requests to them."""
 
     upstreams: Annotated[list[str], Flag("URL", name="upstream")] = Field(
@@ -86,19 +95,10 @@ class EngineSettings(BaseModel):
         default=2048, ge=0, description="requests that may run on one replica at once; 0 for no limit"
     )
 
-    _split_upstreams = field_validator("upstreams", mode="before")(_split)
-
     @field_validator("upstreams", mode="after")
     @classmethod
     def _normalise(cls, urls: list[str]) -> list[str]:
         return [normalise_upstream(url) for url in urls]
-
-    @field_validator("model_aliases", mode="before")
-    @classmethod
-    def _list_aliases(cls, value: object) -> object:
-        if isinstance(value, dict):  # as a file may hold them
-            return [f"{name}={model}" for name, model in value.items()]
-        return _split(value)
 
     @field_validator("upstreams_file", mode="after")
     @classmethod
@@ -108,7 +108,7 @@ class EngineSettings(BaseModel):
         return file
 
 
-class ServerSettings(BaseModel):
+class ServerSettings(_Group):
     """The address of the proxy, its API keys, what it accepts, how it stops, and its log."""
 
     host: str = Field(default="127.0.0.1", description="address to listen on")
@@ -172,10 +172,6 @@ class ServerSettings(BaseModel):
         """Whether clients must send one of the proxy's own keys."""
         return bool(self.api_key or self.admin_key or self.api_key_file)
 
-    _split_lists = field_validator("api_key", "admin_key", "allowed_hosts", "cors_origins", mode="before")(
-        _split
-    )
-
     @field_validator("allowed_hosts", mode="after")
     @classmethod
     def _hosts_are_names(cls, hosts: list[str]) -> list[str]:
@@ -212,7 +208,7 @@ class ServerSettings(BaseModel):
         return keys
 
 
-class PromptSettings(BaseModel):
+class PromptSettings(_Group):
     """How messages become ids."""
 
     tokenizer: Annotated[str | None, Flag("NAME", default="the engines' model")] = Field(
@@ -238,7 +234,6 @@ class PromptSettings(BaseModel):
         default=[], description="hosts from which images are loaded by their URL; by default from none"
     )
 
-    _split_hosts = field_validator("image_hosts", mode="before")(_split)
     _template_exists = field_validator("chat_template", mode="after")(_existing)
 
 

@@ -75,8 +75,8 @@ def test_the_exit_code_says_whether_a_route_drifts(
     def converse(route: Any, model: str, progress: object) -> Conversation:
         reused = 12 if route.name == drifting else 15
         turns = (
-            Turn(1, "tools", 10, 5, 0, 0, 0, 0.1, "stop", 0),
-            Turn(2, "answer", 20, 5, 15, reused, 0, 0.1, "stop", 0),
+            Turn(1, "tools", 10, 5, 0, 0, 0, 0.1),
+            Turn(2, "answer", 20, 5, 15, reused, 0, 0.1),
         )
         return Conversation(route.name, turns)
 

@@ -13,7 +13,7 @@ from proxy.demo.tools import TOOLS, call_tool
 
 
 def _turn(number: int, before: int = 0, reused: int = 0, prompt: int = 100, cached: int | None = 64) -> Turn:
-    return Turn(number, "answer", prompt, 48, before, reused, cached, 1.0, "stop", 0)
+    return Turn(number, "answer", prompt, 48, before, reused, cached, 1.0)
 
 
 _EXACT = Conversation("token route", (_turn(1), _turn(2, 148, 148, 170)))
