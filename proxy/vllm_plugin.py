@@ -32,7 +32,7 @@ from proxy.monitoring.middleware import Observer
 from proxy.monitoring.tracing import make_tracing
 from proxy.routes.credentials import EngineCredentials
 from proxy.routes.mount import mount
-from proxy.services import make_services
+from proxy.services import check_settings, make_services
 from proxy.settings import load_settings
 from proxy.settings.groups import proof_folder
 from proxy.turn.request import EngineRoute
@@ -100,6 +100,7 @@ class TokenProxyPlugin:
         self._observer.tracing = make_tracing()
         self._opened.push_async_callback(self._observer.aclose)
         settings = load_settings(_config_file())
+        check_settings(settings, processes=1)  # several servers with memory: are warned below
         source = settings.tokenizer or getattr(args, "tokenizer", None)
         rendering = _rendering(state, args)
         template = _template_text(str(settings.chat_template or "") or rendering.chat_template)

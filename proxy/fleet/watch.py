@@ -32,6 +32,9 @@ PROBE_S = 2.5
 LATE_S = 1.0
 """A task that wakes up later than this makes recent timeouts inconclusive."""
 _LATE_REMEMBERED_S = 10.0
+_NAP_S = 0.05
+_NAPS = 4
+_SETTLES_S = 3.0
 _TOKEN_COUNTS = re.compile(rb"^vllm:(?:generation|prompt|iteration)_tokens_total\S*\s+(\S+)$", re.MULTILINE)
 
 
@@ -65,6 +68,20 @@ class FleetWatch:
         """Whether the event loop is too busy now, or was recently, to notice responses in time."""
         now = self._clock()
         return now - self._late_at < _LATE_REMEMBERED_S or now - self._due > LATE_S
+
+    async def settled(self) -> bool:
+        """Wait, if this process was late, until it is on time for some naps in a row; False if it stays late.
+
+        What had arrived at the sockets before has been read then.
+        """
+        on_time, end = _NAPS if not self.was_late else 0, self._clock() + _SETTLES_S
+        while on_time < _NAPS:
+            start = self._clock()
+            if start > end:
+                return False
+            await asyncio.sleep(_NAP_S)
+            on_time = on_time + 1 if self._clock() - start < 2 * _NAP_S else 0
+        return True
 
     async def _watch(self) -> None:
         while True:

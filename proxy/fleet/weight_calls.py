@@ -168,11 +168,13 @@ class _Run:
             updating = state.updating or self._call.path
             await weights.change(replace(state, updating=updating, touched=time.time()))
         elif effect in _ENDS_PAUSE:
+            # before other processes learn of it: they send requests to the engines from then on
+            late = bool(state.paused) and not await self._fleet.watch.settled()
             if state.paused and weights.shared:
                 # other processes note the positions of their streams; new requests still wait here
                 await weights.announce(replace(state, paused=""))
                 await asyncio.sleep(_OTHERS_LEARN_S)
-            weights.note_positions()
+            weights.note_positions(late=late)
 
     async def conclude(self, outcomes: Sequence[Outcome]) -> str:
         """Draw the consequences; returns a note for the client on what the proxy did."""

@@ -116,13 +116,13 @@ class Weights:
         for tag in self._tags_of(replica):
             tag.named(version, paused=bool(self.state.paused))
 
-    def note_positions(self) -> None:
-        """Note how much of each stream has arrived; more may have, if this process was too busy to read it.
+    def note_positions(self, *, late: bool) -> None:
+        """Note how much of each stream has arrived; `late`: more may have arrived than this process has read.
 
         Call it right before the replicas resume.
         """
         for tag in self._tags:
-            tag.before = None if self._fleet.watch.was_late else tag.progress()
+            tag.before = None if late else tag.progress()
 
     def resumed(self, replica: Replica) -> None:
         """A replica was resumed after a pause."""
@@ -186,7 +186,7 @@ class Weights:
             self._reads_begun = number = self._reads_begun + 1
             old = self.state
             if old.paused and not self.calls:  # else this process ends the pause itself
-                self.note_positions()
+                self.note_positions(late=self._fleet.watch.was_late)
             try:
                 state = await read_state(self.words)
             except SharedError as error:
