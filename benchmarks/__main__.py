@@ -11,8 +11,8 @@ from benchmarks.client import BadResponse
 from benchmarks.measure import Effort
 from benchmarks.processes import ROOT, StartError
 from benchmarks.report import as_text, machine, machine_text, write_json
-from proxy.demo import DemoError
-from tokenization import TokenizationError
+from chat_tokenizer import TokenizationError
+from tokenproxy.demo import DemoError
 
 SUITES = {
     "request": "what the proxy adds to a request: latency, CPU time, requests/s on one core; 3 minutes",

@@ -16,8 +16,8 @@ from benchmarks.client import BadResponse
 from benchmarks.measure import Effort
 from benchmarks.report import Part, Table, label, progress, verdict
 from benchmarks.texts import ANSWER_IDS, TOOLS, Messages, Texts
-from proxy.demo.checkpoint import TEMPLATE_FILE, ensure_checkpoint
-from tokenization import Appended, ChatTokenizer
+from chat_tokenizer import Appended, ChatTokenizer
+from tokenproxy.demo.checkpoint import TEMPLATE_FILE, ensure_checkpoint
 
 LENGTHS = (1_000, 8_000, 32_000, 128_000)
 _SHORT, _LONG = LENGTHS[0], LENGTHS[-1]

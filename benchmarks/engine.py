@@ -43,7 +43,7 @@ from benchmarks.engine_model import (
     fleet_speeds,
 )
 from benchmarks.texts import CALL_ID, Answer, Words
-from tokenization import ChatTokenizer
+from chat_tokenizer import ChatTokenizer
 
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _HEAD = b"HTTP/1.1 %b\r\nserver: uvicorn\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"

@@ -23,8 +23,8 @@ from benchmarks.measure import CONNECTIONS, Bench, Cell, Effort, Target
 from benchmarks.peers import PEERS, RLLM, ROUTER, run_peer
 from benchmarks.processes import Cores, StartError, engines, pinned, proxy, scratch_folder
 from benchmarks.report import Part, Table, disturbance, progress, verdict
-from proxy.demo.checkpoint import ensure_checkpoint
-from tokenization import ChatTokenizer
+from chat_tokenizer import ChatTokenizer
+from tokenproxy.demo.checkpoint import ensure_checkpoint
 
 DIRECT, OURS = "direct, no gateway", "tokenproxy, SQLite"
 _GATEWAYS = (DIRECT, OURS, *(peer.title for peer in PEERS))

@@ -15,7 +15,7 @@ import msgspec
 
 from benchmarks.client import CHAT, MODEL, TOKENS, http_request
 from benchmarks.texts import Answer, Messages, Texts
-from tokenization import ChatTokenizer
+from chat_tokenizer import ChatTokenizer
 
 NUMBER, STEP = "7000001", "8000001"
 """Stand in texts for the numbers of the conversation and of the step, which have as many digits."""

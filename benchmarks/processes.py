@@ -160,7 +160,7 @@ def proxy(
         store: URL of its store; None is a new SQLite file next to the log.
     """
     store = store or f"sqlite://{log.absolute()}.db"
-    command = [sys.executable, "-m", "proxy.cli", "serve", "--port", "0", "--store", store, *flags]
+    command = [sys.executable, "-m", "tokenproxy", "serve", "--port", "0", "--store", store, *flags]
     for port in ports:
         command += ["--upstream", f"http://127.0.0.1:{port}"]
     with log.open("wb") as out, _process(command, core, stdout=out, stderr=out) as process:

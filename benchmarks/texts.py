@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from tokenization import ChatTokenizer
+from chat_tokenizer import ChatTokenizer
 
 Messages = list[dict[str, Any]]
 QUESTION_IDS, ANSWER_IDS = 400, 200

@@ -13,8 +13,8 @@ from benchmarks.measure import Cell, Effort
 from benchmarks.processes import Cores, engines, pinned, proxy, redis_server, scratch_folder
 from benchmarks.report import Part, label, percentile, progress, verdict
 from benchmarks.texts import TOOLS, Texts
-from proxy.demo.checkpoint import ensure_checkpoint
-from tokenization import ChatTokenizer
+from chat_tokenizer import ChatTokenizer
+from tokenproxy.demo.checkpoint import ensure_checkpoint
 
 GROWTH = 3.0
 _STORES = ("SQLite", "memory", "Redis")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from openai import APIConnectionError, AsyncOpenAI, OpenAIError
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
 
-from tokenization import ChatTokenizer, TokenizationError
+from chat_tokenizer import ChatTokenizer, TokenizationError
 
 OPENING = (
     "I think of a number between 1 and 100. Guess it with the tool; I say whether mine is higher or lower."

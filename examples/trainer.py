@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from proxy.client import Client, FeedRollout, NoResponse, ProxyError
+from tokenproxy.client import Client, FeedRollout, NoResponse, ProxyError
 
 QUESTION = {"role": "user", "content": "Name a colour."}
 MORE = {"role": "user", "content": "And another one?"}

@@ -8,7 +8,6 @@ import httpx
 import hypothesis
 import pytest
 
-from proxy.settings import ENV_PREFIX, Settings
 from tests.support.child_environment import python_path_without_torch
 from tests.support.fake_vllm import FakeVllm, Variant
 from tests.support.store_fixtures import (  # noqa: F401
@@ -23,6 +22,7 @@ from tests.support.store_fixtures import (  # noqa: F401
 from tests.support.talk import Talk
 from tests.support.tiny_model import TinyModel, make_tiny_model
 from tests.support.utils import Pair, run_proxy
+from tokenproxy.settings import ENV_PREFIX, Settings
 
 pytest_plugins = ["tests.support.hangs"]
 
@@ -72,7 +72,7 @@ def pairs(tiny_model: TinyModel) -> Iterator[Callable[[Variant], Pair]]:
     started: dict[Variant, Pair] = {}
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         # asked once when a pair starts: what later tests let the engine do must not answer for it
-        patch.setattr("proxy.routes.credentials.OPEN_S", 3600.0)
+        patch.setattr("tokenproxy.web.credentials.OPEN_S", 3600.0)
 
         def pair(variant: Variant) -> Pair:
             if variant not in started:

@@ -13,12 +13,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from proxy.demo.checkpoint import ensure_checkpoint
-from proxy.demo.stack import EngineProcess
 from tests.support.ports import held_port
 from tests.support.quiet import quiet
 from tests.support.serve_process import ServeProcess
 from tests.support.utils import wait_until
+from tokenproxy.demo.checkpoint import ensure_checkpoint
+from tokenproxy.demo.stack import EngineProcess
 
 WAYS = ("inside", "in front")
 START_TIMEOUT_S = 300.0

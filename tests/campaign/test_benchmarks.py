@@ -23,8 +23,8 @@ from benchmarks.measure import Cell, Sample
 from benchmarks.peers import PEERS
 from benchmarks.plan import Assumptions, Costs, Curve, Planner, interpolate, read_costs
 from benchmarks.texts import Words
+from chat_tokenizer import ChatTokenizer
 from tests.support.child_environment import python_path_with_torch
-from tokenization import ChatTokenizer
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pins processes to cores")

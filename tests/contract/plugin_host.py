@@ -9,10 +9,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry
 
-from proxy.types import ASGIApp, Receive, Scope, Send
-from proxy.vllm_plugin import TokenProxyPlugin
 from tests.support.fake_vllm import FakeVllm
 from tests.support.tiny_model import TinyModel
+from tokenproxy.app.vllm_plugin import TokenProxyPlugin
+from tokenproxy.base.types import ASGIApp, Receive, Scope, Send
 
 
 class Guard:

@@ -5,13 +5,13 @@ from typing import Any, cast
 
 import httpx
 
-from proxy import __version__
-from proxy.app import create_app, running
-from proxy.routes.routes import all_routes
-from proxy.settings import Settings
-from proxy.turn.services import Services
 from tests.support.fake_vllm import FakeVllm
 from tests.support.utils import run_server
+from tokenproxy import __version__
+from tokenproxy.app.app import create_app, running
+from tokenproxy.settings import Settings
+from tokenproxy.turn.services import Services
+from tokenproxy.web.routes import all_routes
 
 
 def test_the_page_shows_the_routes_of_the_proxy(client: httpx.Client) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from proxy.cli import main
-from proxy.settings import Settings
+from tokenproxy.cli.main import main
+from tokenproxy.settings import Settings
 
 Capture = pytest.CaptureFixture[str]
 
@@ -23,7 +23,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
         settings.append(given)
         return 0
 
-    monkeypatch.setattr("proxy.server.run", run)
+    monkeypatch.setattr("tokenproxy.app.server.run", run)
     return settings
 
 

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 import pytest
 from aiohttp import web
 
-from proxy.image_fetch import ImageFetcher, public_address
-from proxy.images import InvalidImage
+from tokenproxy.base.image_fetch import ImageFetcher, public_address
+from tokenproxy.base.images import InvalidImage
 
 _BODY = b"picture"
 

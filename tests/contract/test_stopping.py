@@ -11,17 +11,17 @@ import aiohttp
 import httpx
 import pytest
 
-from proxy.history.store import Limits, session_id
-from proxy.history.turn import Turn, unpack_ids
-from proxy.history.vocabulary import ABORTED
-from proxy.server import run
-from proxy.settings import Settings
-from proxy.stores.urls import make_store
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.ports import held_port
 from tests.support.serve_process import ServeProcess, is_process
 from tests.support.tiny_model import END, HI
 from tests.support.utils import send_and_keep, wait_until
+from tokenproxy.app.server import run
+from tokenproxy.record.store import Limits, session_id
+from tokenproxy.record.turn import Turn, unpack_ids
+from tokenproxy.record.vocabulary import ABORTED
+from tokenproxy.settings import Settings
+from tokenproxy.store.urls import make_store
 
 TOKENS, _CHAT, _MESSAGES = "/v1/chat/completions/tokens", "/v1/chat/completions", "/v1/messages"
 _HI = [{"role": "user", "content": "Hi"}]

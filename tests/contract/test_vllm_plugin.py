@@ -14,15 +14,15 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry
 
-from proxy.errors import EngineUnavailable
-from proxy.history.store import StoreError
-from proxy.http import BytesResponse, json_response
-from proxy.http import Request as ProxyRequest
-from proxy.vllm_plugin import TokenProxyPlugin
 from tests.contract.plugin_host import Server
 from tests.support.fake_vllm import Reply, data_of
 from tests.support.tiny_model import CHATML, END, HI, TinyModel
 from tests.support.utils import run_server, wait_until
+from tokenproxy.app.vllm_plugin import TokenProxyPlugin
+from tokenproxy.base.errors import EngineUnavailable
+from tokenproxy.base.http import BytesResponse, json_response
+from tokenproxy.base.http import Request as ProxyRequest
+from tokenproxy.record.store import StoreError
 
 _TOKENS = "/v1/chat/completions/tokens"
 _NEXT = [{"role": "user", "content": "And then?"}]
@@ -149,7 +149,7 @@ def test_each_key_that_vllm_accepts_is_a_tenant(
         tenants.append(request.tenant)
         return json_response({})
 
-    monkeypatch.setattr("proxy.routes.sessions.Sessions.answer", answer)
+    monkeypatch.setattr("tokenproxy.web.sessions.Sessions.answer", answer)
     server.requests.clear()
     for _ in range(2):
         for key in ("anna", "bert"):
@@ -207,7 +207,7 @@ def test_streams_are_cut_when_vllms_server_ends(
     server: Server, inside: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM waits for open connections, and its engine, which has ended, sends no more events."""
-    monkeypatch.setattr("proxy.vllm_plugin._CUT_AFTER_S", 0.2)
+    monkeypatch.setattr("tokenproxy.app.vllm_plugin._CUT_AFTER_S", 0.2)
     server.replies.append(Reply(hold_at=1))
     body = {"tokens": [1, 74], "stream": True}
     with inside.stream("POST", _TOKENS, json=body) as answer:

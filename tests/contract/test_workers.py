@@ -6,15 +6,15 @@ from pathlib import Path
 import httpx
 import pytest
 
-from proxy.cli import main
-from proxy.server import run
-from proxy.settings import Settings
-from proxy.workers.supervisor import LONGEST_PAUSE_S, restart_pause
 from tests.support.crowd import Crowd, check_record
 from tests.support.fake_vllm import FakeVllm
 from tests.support.scraping import Scrape
 from tests.support.serve_process import ServeProcess
 from tests.support.talk import CHAT
+from tokenproxy.app.server import run
+from tokenproxy.app.workers.supervisor import LONGEST_PAUSE_S, restart_pause
+from tokenproxy.cli.main import main
+from tokenproxy.settings import Settings
 
 _ENGINE = "http://127.0.0.1:1"
 

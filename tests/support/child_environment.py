@@ -4,7 +4,9 @@ import os
 from pathlib import Path
 
 _HERE = Path(__file__).parent
+_ROOT = _HERE.parents[1]
 _WITHOUT_TORCH = str(_HERE / "without_torch")
+_OURS = [str(_ROOT / "proxy"), str(_ROOT / "tokenization"), str(_ROOT)]
 
 
 def python_path_without_torch() -> str:
@@ -14,7 +16,7 @@ def python_path_without_torch() -> str:
     """
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     kept = [folder for folder in folders if folder not in ("", _WITHOUT_TORCH)]
-    return os.pathsep.join([_WITHOUT_TORCH, *(kept or [str(_HERE.parents[1])])])
+    return os.pathsep.join([_WITHOUT_TORCH, *(kept or _OURS)])
 
 
 def python_path_with_torch() -> str:

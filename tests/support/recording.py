@@ -6,19 +6,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from proxy.history.cache import TurnCache
-from proxy.history.claims import Claims, Pins
-from proxy.history.completion import Completion, SampledChoice
-from proxy.history.identity import Scope, scope_parts
-from proxy.history.match import Match, Matcher
-from proxy.history.new_turns import NewTurn, new_turns
-from proxy.history.plan import Extended, Placement, PromptPlan, Rendered
-from proxy.history.store import Limits, Session, session_id
-from proxy.history.turn import new_id
-from proxy.metrics import Metrics
-from proxy.stores.sqlite import SqliteStore
-from proxy.turn.request import ChatRequest, Rendering, RetrySigns, SessionRef, Visible
-from tokenization import ids
+from chat_tokenizer import ids
+from tokenproxy.base.request import ChatRequest, Rendering, RetrySigns, SessionRef, Visible
+from tokenproxy.monitoring.metrics import Metrics
+from tokenproxy.record.cache import TurnCache
+from tokenproxy.record.claims import Claims, Pins
+from tokenproxy.record.completion import Completion, SampledChoice
+from tokenproxy.record.identity import Scope, scope_parts
+from tokenproxy.record.match import Match, Matcher
+from tokenproxy.record.new_turns import NewTurn, new_turns
+from tokenproxy.record.plan import Extended, Placement, PromptPlan, Rendered
+from tokenproxy.record.store import Limits, Session, session_id
+from tokenproxy.record.turn import new_id
+from tokenproxy.store.sqlite import SqliteStore
 
 Message = dict[str, Any]
 

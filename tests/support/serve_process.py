@@ -32,7 +32,7 @@ class ServeProcess:
             ulimit: its limit on open files, as the shell's `ulimit` takes it; None inherits.
         """
         self.log = log
-        serve = [sys.executable, "-m", "proxy.cli", "serve", "--port", str(port)]
+        serve = [sys.executable, "-m", "tokenproxy", "serve", "--port", str(port)]
         engines = [word for url in upstreams for word in ("--upstream", url)]
         limited = ["sh", "-c", f'ulimit {ulimit} && exec "$@"', "sh"] if ulimit else []
         self._command = [*limited, *serve, *engines, *flags]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from proxy.history.store import Store
 from tests.support.redis_server import run_redis
 from tests.support.store_utils import opened
+from tokenproxy.record.store import Store
 
 
 @pytest.fixture(scope="session")

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from proxy.history.store import Evicted, IndexEntry, Limits, Session, Store
-from proxy.history.turn import Turn, new_id, pack_ids
-from proxy.stores.urls import make_store
+from tokenproxy.record.store import Evicted, IndexEntry, Limits, Session, Store
+from tokenproxy.record.turn import Turn, new_id, pack_ids
+from tokenproxy.store.urls import make_store
 
 
 def make_turn(rollout: str = "r", **fields: Any) -> Turn:

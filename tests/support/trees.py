@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
-from proxy.history.store import Session, Store
-from proxy.history.turn import Turn, pack_ids, pack_logprobs
+from tokenproxy.record.store import Session, Store
+from tokenproxy.record.turn import Turn, pack_ids, pack_logprobs
 
 ROLLOUT = "r"
 

@@ -14,10 +14,10 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from proxy.app import create_app
-from proxy.connections import connection_options
-from proxy.settings import Settings
 from tests.support.fake_vllm import FakeVllm, Variant
+from tokenproxy.app.app import create_app
+from tokenproxy.app.connections import connection_options
+from tokenproxy.settings import Settings
 
 RETRY_S = 0.05
 """Seconds until the next check of an engine that does not respond; the proxy's own default is longer."""

@@ -10,7 +10,7 @@ import yaml
 from prometheus_client import Metric
 from prometheus_client.metrics import MetricWrapperBase
 
-from proxy.metrics import Metrics
+from tokenproxy.monitoring.metrics import Metrics
 
 _ROOT = Path(__file__).parents[2]
 _DASHBOARD: dict[str, Any] = json.loads((_ROOT / "config" / "grafana-dashboard.json").read_text())

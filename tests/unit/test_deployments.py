@@ -8,10 +8,10 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from proxy.history.store import Limits
-from proxy.settings import ENV_PREFIX, Settings, load_settings
-from proxy.vllm_plugin import CONFIG_VARIABLE
 from tests.unit.kustomize import compose, name_of
+from tokenproxy.app.vllm_plugin import CONFIG_VARIABLE
+from tokenproxy.record.store import Limits
+from tokenproxy.settings import ENV_PREFIX, Settings, load_settings
 
 _ROOT = Path(__file__).parents[2]
 _VARIABLES = {ENV_PREFIX + name.upper() for name in Settings.model_fields} | {CONFIG_VARIABLE}

@@ -10,14 +10,14 @@ import pytest
 from prometheus_client import Counter
 from prometheus_client.metrics import MetricWrapperBase
 
-import tokenization
-from proxy import errors
-from proxy.dialects.prompt_fields import ALIASES
-from proxy.fleet.admin_calls import ADMIN_CALLS
-from proxy.history.vocabulary import Problem, Reason, Source
-from proxy.metrics import Ids, Metrics, ReplicaState
-from proxy.routes.routes import all_routes
-from proxy.vllm_plugin import CONFIG_VARIABLE
+import chat_tokenizer
+from tokenproxy.app.vllm_plugin import CONFIG_VARIABLE
+from tokenproxy.base import errors
+from tokenproxy.fleet.admin_calls import ADMIN_CALLS
+from tokenproxy.formats.prompt_fields import ALIASES
+from tokenproxy.monitoring.metrics import Ids, Metrics, ReplicaState
+from tokenproxy.record.vocabulary import Problem, Reason, Source
+from tokenproxy.web.routes import all_routes
 
 _ROOT = Path(__file__).parents[2]
 _PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("**/*.md"))]
@@ -31,7 +31,7 @@ _ACCESS_LOG = {
     next(filter(None, groups))
     for groups in re.findall(
         r'"(\w+)": (?:client|scope|_path|status|round)|fields\["(\w+)"\] = ',
-        (_ROOT / "proxy" / "monitoring" / "middleware.py").read_text(),
+        (_ROOT / "proxy" / "tokenproxy" / "monitoring" / "middleware.py").read_text(),
     )
 }
 _METRICS = {
@@ -52,7 +52,7 @@ _WORDS: dict[str, Sequence[str]] = {
     "fields": [f"`{name}`" for name in (*ALIASES, "append_messages", "required_prefix_token_ids")],
     "statuses": [str(kind.status) for kind in vars(errors).values() if _is_error(kind)],
     "error codes": [f"`{code}`" for code in re.findall(r'code="([a-z_]+)"', _SOURCES)],
-    "public names": tokenization.__all__,
+    "public names": chat_tokenizer.__all__,
     "variables": ["TOKENPROXY_...", CONFIG_VARIABLE],
     "labels and fields of the log": [f"`{word}`" for word in (*ReplicaState, *Ids, *sorted(_ACCESS_LOG))],
 }
@@ -93,8 +93,8 @@ def test_variables_of_opentelemetry() -> None:
 def test_python_in_the_pages_imports_public_names() -> None:
     for code in re.findall(r"```python\n(.*?)```", _TEXT, re.DOTALL):
         for node in ast.walk(ast.parse(code)):
-            if isinstance(node, ast.ImportFrom) and node.module == "tokenization":
-                assert {alias.name for alias in node.names} <= set(tokenization.__all__)
+            if isinstance(node, ast.ImportFrom) and node.module == "chat_tokenizer":
+                assert {alias.name for alias in node.names} <= set(chat_tokenizer.__all__)
 
 
 def test_metrics_that_are_documented_exist() -> None:

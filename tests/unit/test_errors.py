@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from proxy import errors
-from proxy.errors import ApiError, EngineUnavailable
+from tokenproxy.base import errors
+from tokenproxy.base.errors import ApiError, EngineUnavailable
 
 _CLASSES = [
     value

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.errors import BadRequest
-from proxy.fields import join, parse, read
+from tokenproxy.base.errors import BadRequest
+from tokenproxy.base.fields import join, parse, read
 
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

@@ -6,7 +6,7 @@ import io
 import pytest
 from PIL import Image as Pillow
 
-from proxy.images import FORMATS, ImageLimits, InvalidImage, decode_image
+from tokenproxy.base.images import FORMATS, ImageLimits, InvalidImage, decode_image
 
 _LIMITS = ImageLimits()
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from proxy.cli import main
-from proxy.key_command import add_key
-from proxy.routes.key_file import KeyFile, read_keys
+from tokenproxy.cli.key import add_key
+from tokenproxy.cli.main import main
+from tokenproxy.web.key_file import KeyFile, read_keys
 
 Capture = pytest.CaptureFixture[str]
 

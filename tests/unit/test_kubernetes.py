@@ -7,13 +7,13 @@ import kubernetes_validate
 import pytest
 from prometheus_client import Gauge
 
-from proxy.history.encoders import MAX_BYTES
-from proxy.history.store import Limits
-from proxy.metrics import Metrics
-from proxy.routes.routes import all_routes
-from proxy.routes.status import Health, Ready
-from proxy.settings import Settings
 from tests.unit.kustomize import Manifest, compose, name_of, read_manifests
+from tokenproxy.monitoring.metrics import Metrics
+from tokenproxy.record.encoders import MAX_BYTES
+from tokenproxy.record.store import Limits
+from tokenproxy.settings import Settings
+from tokenproxy.web.routes import all_routes
+from tokenproxy.web.status import Health, Ready
 
 _ROOT = Path(__file__).parents[2]
 _KUBERNETES = _ROOT / "deploy" / "kubernetes"

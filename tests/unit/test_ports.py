@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from proxy.children import free_port
+from tokenproxy.app.children import free_port
 
 
 def test_a_free_port_is_none_that_a_connection_of_a_client_gets() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
-from proxy.cli import main
-from proxy.settings import Settings, SettingsError, load_settings
-from proxy.settings.flags import flag_name
+from tokenproxy.cli.main import main
+from tokenproxy.settings import Settings, SettingsError, load_settings
+from tokenproxy.settings.flags import flag_name
 
 _CONFIGS = sorted((Path(__file__).parents[2] / "config").glob("*.yaml"))
 

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from proxy.vllm_launcher import PLUGIN, VllmMissing, allowed_plugins, installed_plugins, serve
+from tokenproxy.app.vllm_launcher import PLUGIN, VllmMissing, allowed_plugins, installed_plugins, serve
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def run_command(
     kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
     path = f"{_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     homes = {"HOME": str(home), "XDG_STATE_HOME": str(home / "state"), "PYTHONPATH": path}
-    run = [sys.executable, "-m", "proxy.cli", "run", "--url", url, "--session", session, "--"]
+    run = [sys.executable, "-m", "tokenproxy", "run", "--url", url, "--session", session, "--"]
     process = subprocess.Popen(
         [*run, *map(str, command)],
         cwd=home,

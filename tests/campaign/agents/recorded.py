@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from proxy.client import Client
 from tests.campaign.agents.scripted_engine import Script
+from tokenproxy.client import Client
 
 Turn = dict[str, Any]
 Generation = tuple[tuple[int, ...], tuple[int, ...]]

@@ -16,10 +16,10 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from proxy.demo.checkpoint import TEMPLATE_FILE
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.templates.vocabularies import smollm2_merges
 from tests.support.tiny_model import END, SPECIAL_TOKENS, TinyModel, save_model
+from tokenproxy.demo.checkpoint import TEMPLATE_FILE
 
 _ASSISTANT = "<|im_start|>assistant\n"
 _SAMPLED_CHARACTERS = 5

@@ -7,7 +7,7 @@ and has not acknowledged is lost to it if it is killed.
 import sys
 import time
 
-from proxy.client import Client
+from tokenproxy.client import Client
 
 if __name__ == "__main__":
     url, name, hang_at = sys.argv[1:]

@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 from typing import Self
 
-from proxy.client import Client
 from tests.support.fake_vllm import FakeVllm
 from tests.support.ports import held_port
 from tests.support.serve_process import ServeProcess, is_process
 from tests.support.talk import user
 from tests.support.utils import wait_until
+from tokenproxy.client import Client
 
 _ROOT = Path(__file__).parents[3]
 _NAMES = [f"r{number:02}" for number in range(20)]

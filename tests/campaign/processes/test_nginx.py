@@ -12,10 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from proxy.settings import Settings
 from tests.support.fake_vllm import Canned, FakeVllm, Reply
 from tests.support.ports import held_port
 from tests.support.utils import run_proxy, wait_until
+from tokenproxy.settings import Settings
 
 _EXAMPLE = Path(__file__).parents[3] / "config" / "nginx.conf"
 _NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")

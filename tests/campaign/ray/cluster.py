@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from proxy.children import child_environment, end_group, free_port
 from tests.support.utils import wait_until
+from tokenproxy.app.children import child_environment, end_group, free_port
 
 _BIN = Path(sys.executable).parent
 _HANDLED = re.compile(r" default_Proxy (?P<replica>\w+) (?P<request>[\w-]+) -- POST ")
@@ -51,7 +51,8 @@ class Cluster:
     def run(self, config: Mapping[str, Any]) -> None:
         """`serve run` with one application; it takes the place of the one before."""
         file = self.folder / "serve.yaml"
-        application = {"name": "default", "import_path": "proxy.serve_app:build", "route_prefix": "/"}
+        path = "tokenproxy.app.serve_app:build"
+        application = {"name": "default", "import_path": path, "route_prefix": "/"}
         file.write_text(yaml.safe_dump({"applications": [application | dict(config)]}))
         self.command("serve", "run", "--non-blocking", str(file))
         self.command("python", "-c", _WAIT)  # the command returns before the application runs

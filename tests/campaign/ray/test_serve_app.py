@@ -9,15 +9,15 @@ import yaml
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from pydantic import ValidationError
 
-from proxy.settings import SettingsError
+from tokenproxy.settings import SettingsError
 
 pytest.importorskip("ray", reason="scripts/install-programs ray installs it")
 
 from ray.exceptions import ActorUnavailableError
 
-from proxy import serve_engines, serve_metrics
-from proxy.serve_app import Arguments, build
-from proxy.serve_engines import ActorEngines, EngineArguments
+from tokenproxy.app import serve_engines, serve_metrics
+from tokenproxy.app.serve_app import Arguments, build
+from tokenproxy.app.serve_engines import ActorEngines, EngineArguments
 
 _ROOT = Path(__file__).parents[3]
 _URL = {"upstreams": "http://127.0.0.1:8000,http://127.0.0.1:8001"}
@@ -80,7 +80,7 @@ def test_options_of_the_deployment() -> None:
 @pytest.mark.parametrize("path", sorted((_ROOT / "deploy/ray").glob("*.yaml")), ids=lambda path: path.name)
 def test_the_config_files(path: Path) -> None:
     [application] = yaml.safe_load(path.read_text())["applications"]
-    assert application["import_path"] == "proxy.serve_app:build"
+    assert application["import_path"] == "tokenproxy.app.serve_app:build"
     built = build(Arguments(**application["args"]))
     assert {each["name"] for each in application.get("deployments", [])} <= {built._bound_deployment.name}
 

@@ -7,11 +7,11 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from proxy.demo.checkpoint import ensure_checkpoint
 from tests.acceptance.conftest import START_TIMEOUT_S, WAYS, can_append, server, servers, start_engine
 from tests.support.quiet import quiet
 from tests.support.serve_process import ServeProcess
 from tests.support.utils import wait_until
+from tokenproxy.demo.checkpoint import ensure_checkpoint
 
 __all__ = [
     "START_TIMEOUT_S",

@@ -8,12 +8,12 @@ from typing import Any
 import httpx
 import pytest
 
+from chat_tokenizer import ChatTokenizer
 from tests.campaign.real_vllm.conftest import START_TIMEOUT_S, WAYS, run_way
 from tests.support.scraping import Scrape
 from tests.support.talk import Answered, Conversation, Message, user
 from tests.support.tiny_templates import REFUTING_TEXT
 from tests.support.utils import wait_until
-from tokenization import ChatTokenizer
 
 pytestmark = pytest.mark.timeout(START_TIMEOUT_S + 120)
 """The first test of each way to run also waits for the start of its engine."""

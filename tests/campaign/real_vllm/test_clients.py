@@ -12,12 +12,12 @@ from uuid import uuid4
 
 import pytest
 
-from proxy.demo.tools import TOOLS
 from tests.acceptance.conftest import Server
 from tests.campaign.real_vllm.clients import agents_sdk, langchain, sdks, trainers, verifiers_client
 from tests.campaign.real_vllm.clients.target import Target
 from tests.campaign.real_vllm.conftest import only_in_front, only_inside
 from tests.support.recorded import record_of
+from tokenproxy.demo.tools import TOOLS
 
 _CACHE = Path(__file__).parents[3] / ".cache"
 _NODE, _TRL = _CACHE / "openai-node", _CACHE / "trl-1.10"

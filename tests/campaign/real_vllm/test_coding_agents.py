@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from proxy.client import Client
 from tests.acceptance.conftest import Server
 from tests.campaign.agents.installed import CLAUDE, CODEX, needs, run_command
 from tests.campaign.agents.recorded import Turn, check_tree
 from tests.campaign.real_vllm.conftest import START_TIMEOUT_S, only_in_front, only_inside
+from tokenproxy.client import Client
 
 pytestmark = pytest.mark.timeout(START_TIMEOUT_S + 600)
 # Turns are likely to end, and to repeat nothing: both programs repeat a request whose answer was cut off.

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from proxy.demo.main import run_demo
 from tests.acceptance.conftest import Server
 from tests.campaign.real_vllm.conftest import only_inside
+from tokenproxy.demo.main import run_demo
 
 _ROOT = Path(__file__).parents[3]
 _PAGES = ("README", *(f"docs/{name}" for name in ("conversations", "messages", "responses", "routes")))

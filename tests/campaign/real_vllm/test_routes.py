@@ -7,15 +7,15 @@ from uuid import uuid4
 import httpx
 import pytest
 
-from proxy.engine.protocol import Engine
-from proxy.routes.scopes import KeyScope, scope_of_engine_route
-from proxy.settings import Settings
 from tests.acceptance.conftest import Server
 from tests.acceptance.formats import CHAT_TOOL, FORMATS, TURNS, Chat
 from tests.campaign.real_vllm.conftest import wait_ready
 from tests.support.recorded import record_of
 from tests.support.talk import CHAT, user
 from tests.support.utils import run_app
+from tokenproxy.engine.protocol import Engine
+from tokenproxy.settings import Settings
+from tokenproxy.web.scopes import KeyScope, scope_of_engine_route
 
 _CALL: dict[str, Any] = {"tools": [CHAT_TOOL], "tool_choice": "required", "max_tokens": 60}
 _STOP: dict[str, Any] = {"stop": ["a", "e"], "max_tokens": 40}
@@ -40,7 +40,7 @@ def by_generate(servers: Mapping[str, Server]) -> Iterator[httpx.Client]:
 
     settings = Settings(upstreams=[servers["in front"].engine.url], store="memory:")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("proxy.engine.discovery._takes_ids_in_chat", takes_none)
+        patch.setattr("tokenproxy.engine.discovery._takes_ids_in_chat", takes_none)
         with run_app(settings) as client, httpx.Client(base_url=client.base_url, timeout=280) as http:
             wait_ready(str(http.base_url))
             yield http

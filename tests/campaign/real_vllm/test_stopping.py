@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.children import group_members
-from proxy.history.turn import unpack_ids
 from tests.acceptance.formats import TOKENS, stream_of
 from tests.campaign.real_vllm.conftest import START_TIMEOUT_S, start_engine, wait_ready
 from tests.contract.test_stopping import recorded
+from tokenproxy.app.children import group_members
+from tokenproxy.record.turn import unpack_ids
 
 _LONG: dict[str, Any] = {"prompt_ids": [1, 4093, 198, 2683, 2, 198], "max_tokens": 3000, "ignore_eos": True}
 _SESSION = "inside"

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from chat_tokenizer import ChatTokenizer, InvalidMessages
+from chat_tokenizer.check import load_for_check
+from chat_tokenizer.traits import detect_content_format
 from tests.support.templates.corpus import FOLDER, corpus, sample
 from tests.support.templates.families import template_files
-from tokenization import ChatTokenizer, InvalidMessages
-from tokenization.check import load_for_check
-from tokenization.traits import detect_content_format
 
 _TEMPLATES = {**template_files(), **{each.name: FOLDER / f"{each.name}.jinja" for each in sample()}}
 _LISTS_PER_TEMPLATE = 12

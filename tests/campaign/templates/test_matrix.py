@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from chat_tokenizer import Appended, TemplateUnsupported
 from tests.support.templates.corpus import sample
 from tests.support.templates.families import FAMILY_OF, template_files
 from tests.support.templates.matrix import Cell, trial
@@ -16,7 +17,6 @@ from tests.support.templates.report import PAGE, table
 from tests.support.templates.sampling import Turn
 from tests.support.templates.shapes import SHAPES
 from tests.support.templates.verdicts import FINDINGS, Finding, Kind, Verdict, describe
-from tokenization import Appended, TemplateUnsupported
 
 _MAX_REFUSED_SHARE = 0.03
 _REAL = ("qwen3", "gemma3")

@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from proxy.history.store import Session, Store
-from proxy.history.turn import new_id
 from tests.support.trees import child, root
 from tests.support.viewer.browser import Viewer
 from tests.support.viewer.small_session import SMALL, SmallSession
+from tokenproxy.record.store import Session, Store
+from tokenproxy.record.turn import new_id
 
 if TYPE_CHECKING:
     from playwright.async_api import Route

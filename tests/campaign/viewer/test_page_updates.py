@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from proxy.history.store import Session, Store
-from proxy.history.turn import Turn, new_id
 from tests.support.trees import child, root
 from tests.support.viewer.browser import Viewer
+from tokenproxy.record.store import Session, Store
+from tokenproxy.record.turn import Turn, new_id
 
 _EMPTY: dict[str, Any] = {"message": b"{}", "messages": b"[]"}
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from proxy.agents.child import run_child
 from tests.support.utils import wait_until
+from tokenproxy.agents.child import run_child
 
 _PARENT = """
 import os, sys
-from proxy.agents.child import run_child
+from tokenproxy.agents.child import run_child
 sys.exit(run_child([sys.executable, "-c", *sys.argv[1:]], os.environ).code)
 """
 _CHILD = """

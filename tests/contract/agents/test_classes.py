@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.cli import main
 from tests.support.fake_vllm import FakeVllm
 from tests.support.talk import CHAT, Message, user
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy
+from tokenproxy.cli.main import main
 
 _CLASS, _AGENT = "x-claude-code-request-class", "x-claude-code-agent-id"
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from proxy.cli import main
-from proxy.key_command import add_key
-from proxy.settings import Settings
 from tests.support.fake_vllm import FakeVllm
 from tests.support.ports import held_port
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_app, run_proxy
+from tokenproxy.cli.key import add_key
+from tokenproxy.cli.main import main
+from tokenproxy.settings import Settings
 
 Capture = pytest.CaptureFixture[str]
 _AGENT = """
@@ -115,7 +115,7 @@ def test_a_session_goes_on(
 
 
 def test_stdin_and_stdout_are_the_commands_own(proxy: httpx.Client) -> None:
-    command = [sys.executable, "-m", "proxy.cli", "run", "--", "cat"]
+    command = [sys.executable, "-m", "tokenproxy", "run", "--", "cat"]
     root = Path(__file__).parents[3]
     done = subprocess.run(command, input=b"through", capture_output=True, timeout=60, cwd=root)
     assert (done.returncode, done.stdout) == (0, b"through")

@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 from anyio.from_thread import start_blocking_portal
 
-from proxy.client import (
+from tests.support.fake_vllm import Canned, FakeVllm, Reply
+from tests.support.ports import held_port
+from tests.support.scraping import Scrape
+from tests.support.talk import user
+from tests.support.tiny_model import END, TinyModel
+from tests.support.utils import run_proxy, wait_until
+from tokenproxy.client import (
     AsyncClient,
     Client,
     ErrorResponse,
@@ -21,12 +27,6 @@ from proxy.client import (
     UnknownResource,
     UnreadableResponse,
 )
-from tests.support.fake_vllm import Canned, FakeVllm, Reply
-from tests.support.ports import held_port
-from tests.support.scraping import Scrape
-from tests.support.talk import user
-from tests.support.tiny_model import END, TinyModel
-from tests.support.utils import run_proxy, wait_until
 
 Open = Callable[..., Any]
 

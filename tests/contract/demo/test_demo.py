@@ -8,13 +8,13 @@ from urllib.parse import unquote
 import httpx
 import pytest
 
-from proxy.demo import main
-from proxy.demo.conversation import SCRIPT, Conversation, Turn
-from proxy.demo.main import run_demo
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.ports import held_port
 from tests.support.talk import call
 from tests.support.tiny_model import END, TinyModel
+from tokenproxy.demo import main
+from tokenproxy.demo.conversation import SCRIPT, Conversation, Turn
+from tokenproxy.demo.main import run_demo
 
 Capture = pytest.CaptureFixture[str]
 

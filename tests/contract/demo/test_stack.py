@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from proxy.children import group_members
-from proxy.demo import EngineStartError
-from proxy.demo.stack import EngineProcess
+from tokenproxy.app.children import group_members
+from tokenproxy.demo import EngineStartError
+from tokenproxy.demo.stack import EngineProcess
 
 _STUBBORN = """
 import signal

@@ -2,8 +2,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from proxy.engine.http import HttpEngine
 from tests.support.fake_vllm import FakeVllm
+from tokenproxy.engine.http import HttpEngine
 
 
 @pytest.fixture

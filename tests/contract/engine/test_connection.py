@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from proxy.engine.http import HttpEngine
-from proxy.errors import EngineBroken, EngineTimeout
-from proxy.http import Request, Response
 from tests.support.stepped import elapse, now, stepped
+from tokenproxy.base.errors import EngineBroken, EngineTimeout
+from tokenproxy.base.http import Request, Response
+from tokenproxy.engine.http import HttpEngine
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

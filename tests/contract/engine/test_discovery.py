@@ -1,9 +1,9 @@
 import pytest
 
-from proxy.engine.discovery import discover
-from proxy.engine.http import HttpEngine
-from proxy.errors import EngineBroken
 from tests.support.fake_vllm import Canned, FakeVllm, Variant
+from tokenproxy.base.errors import EngineBroken
+from tokenproxy.engine.discovery import discover
+from tokenproxy.engine.http import HttpEngine
 
 _CHAT = "/v1/chat/completions"
 

@@ -4,11 +4,11 @@ from contextlib import ExitStack
 
 import pytest
 
-from proxy.engine.http import HttpEngine
-from proxy.errors import EngineBroken, EngineTimeout
-from proxy.http import Request, Response
-from proxy.urls import normalise_base_url
 from tests.support.fake_vllm import Canned, FakeVllm
+from tokenproxy.base.errors import EngineBroken, EngineTimeout
+from tokenproxy.base.http import Request, Response
+from tokenproxy.base.urls import normalise_base_url
+from tokenproxy.engine.http import HttpEngine
 
 _CHAT = "/v1/chat/completions"
 _HI = {"messages": [{"role": "user", "content": "Hi"}]}

@@ -5,9 +5,9 @@ from base64 import b64encode
 
 import pytest
 
-from proxy.settings import Settings
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.utils import run_app, wait_until
+from tokenproxy.settings import Settings
 
 _SECRET = "p:a/ss"
 _BASIC = b"Basic " + b64encode(b"basil:" + _SECRET.encode())

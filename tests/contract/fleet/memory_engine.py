@@ -6,18 +6,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from proxy.engine.discovery import Model
-from proxy.engine.protocol import Engine
-from proxy.errors import ApiError, EngineBroken, EngineUnavailable, Unsupported
-from proxy.fleet.choosing import Candidate
-from proxy.fleet.fleet import Fleet
-from proxy.fleet.replica import Replica
-from proxy.fleet.routing import Routing
-from proxy.fleet.tokenizers import Tokenizers
-from proxy.http import JSON_HEADERS, BytesResponse, Request, Response
-from proxy.metrics import Metrics
+from chat_tokenizer import ChatTokenizer
 from tests.support.stepped import now, settled
-from tokenization import ChatTokenizer
+from tokenproxy.base.errors import ApiError, EngineBroken, EngineUnavailable, Unsupported
+from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response
+from tokenproxy.engine.discovery import Model
+from tokenproxy.engine.protocol import Engine
+from tokenproxy.fleet.choosing import Candidate
+from tokenproxy.fleet.fleet import Fleet
+from tokenproxy.fleet.replica import Replica
+from tokenproxy.fleet.routing import Routing
+from tokenproxy.fleet.tokenizers import Tokenizers
+from tokenproxy.monitoring.metrics import Metrics
 
 CHAT = "/v1/chat/completions"
 EVENTS = [b'data: {"choices": []}\n\n', b"data: [DONE]\n\n"]

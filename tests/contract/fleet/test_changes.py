@@ -9,17 +9,17 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.fleet.membership import Membership, fleet_id
-from proxy.fleet.shared import SharedError
-from proxy.history.store import Limits
-from proxy.settings import Settings
-from proxy.stores.fleet_words import StoredWords
-from proxy.stores.sqlite import SqliteStore
 from tests.contract.fleet.memory_engine import MemoryEngine, fleet_of, replica_of
 from tests.support.fake_vllm import FakeVllm
 from tests.support.stepped import stepped
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_app, run_proxy, wait_until
+from tokenproxy.fleet.membership import Membership, fleet_id
+from tokenproxy.fleet.shared import SharedError
+from tokenproxy.record.store import Limits
+from tokenproxy.settings import Settings
+from tokenproxy.store.fleet_words import StoredWords
+from tokenproxy.store.sqlite import SqliteStore
 
 _ADMIN = "/admin/replicas"
 _A, _B = "http://a:1", "http://b:2"

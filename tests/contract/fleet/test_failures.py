@@ -4,8 +4,6 @@ import asyncio
 
 import pytest
 
-from proxy.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, Overloaded
-from proxy.fleet.health import BreakerState
 from tests.contract.fleet.memory_engine import (
     Answer,
     MemoryEngine,
@@ -21,6 +19,8 @@ from tests.contract.fleet.memory_engine import (
     waits,
 )
 from tests.support.stepped import block, elapse, settled, stepped
+from tokenproxy.base.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, Overloaded
+from tokenproxy.fleet.health import BreakerState
 
 _SSE = b"text/event-stream"
 

@@ -8,10 +8,10 @@ from functools import partial
 import httpx
 import pytest
 
-from proxy.fleet.fleet import Fleet
 from tests.support.fake_vllm import FakeVllm, Reply, Variant
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy, send_and_keep, wait_until
+from tokenproxy.fleet.fleet import Fleet
 
 _TOKENS, _CHAT = "/v1/chat/completions/tokens", "/v1/chat/completions"
 _IDS = {"prompt_ids": [1, 74]}
@@ -90,7 +90,7 @@ def test_no_ids_go_to_an_engine_that_came_back_with_another_model(start: Callabl
 def test_requests_beyond_the_capacity_wait_and_then_are_refused(
     start: Callable[..., FakeVllm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy.app.Fleet", partial(Fleet, queue_requests=1))
+    monkeypatch.setattr("tokenproxy.app.app.Fleet", partial(Fleet, queue_requests=1))
     engine = start()
     body = json.dumps(_IDS).encode()
     with run_proxy([engine], replica_requests=1) as client, ExitStack() as stack:

@@ -6,12 +6,6 @@ from collections.abc import Callable
 
 import pytest
 
-from proxy.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, OutOfSockets
-from proxy.fleet.fleet import Fleet
-from proxy.fleet.health import BreakerState
-from proxy.fleet.routing import Routing
-from proxy.http import BytesResponse, Request, Response
-from proxy.metrics import ReplicaState
 from tests.contract.fleet.memory_engine import (
     CHAT,
     MemoryEngine,
@@ -26,6 +20,12 @@ from tests.contract.fleet.memory_engine import (
     waits,
 )
 from tests.support.stepped import block, elapse, settled, stepped
+from tokenproxy.base.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, OutOfSockets
+from tokenproxy.base.http import BytesResponse, Request, Response
+from tokenproxy.fleet.fleet import Fleet
+from tokenproxy.fleet.health import BreakerState
+from tokenproxy.fleet.routing import Routing
+from tokenproxy.monitoring.metrics import ReplicaState
 
 
 def _no_route() -> EngineUnavailable:

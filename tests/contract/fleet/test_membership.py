@@ -8,18 +8,18 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.fleet.membership import Membership, resolve_host
-from proxy.fleet.replica import Replica
-from proxy.history.store import Limits
-from proxy.settings import SettingsError, load_settings
-from proxy.stores.fleet_words import StoredWords
-from proxy.stores.sqlite import SqliteStore
-from proxy.urls import UpstreamsError, normalise_upstream
 from tests.contract.fleet.memory_engine import MemoryEngine, fleet_of, replica_of
 from tests.support.fake_vllm import FakeVllm
 from tests.support.stepped import elapse, stepped
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy, wait_until
+from tokenproxy.base.urls import UpstreamsError, normalise_upstream
+from tokenproxy.fleet.membership import Membership, resolve_host
+from tokenproxy.fleet.replica import Replica
+from tokenproxy.record.store import Limits
+from tokenproxy.settings import SettingsError, load_settings
+from tokenproxy.store.fleet_words import StoredWords
+from tokenproxy.store.sqlite import SqliteStore
 
 _CHAT, _ADMIN = "/v1/chat/completions", "/admin/replicas"
 _HI = {"messages": [{"role": "user", "content": "Hi"}]}

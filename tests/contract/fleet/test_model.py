@@ -8,12 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.engine.discovery import Model
-from proxy.engine.protocol import Engine
-from proxy.errors import Unsupported
-from proxy.fleet.choosing import sticky_least_loaded
-from proxy.fleet.tokenizers import Tokenizers
-from proxy.metrics import ReplicaState
+from chat_tokenizer import ChatTokenizer
 from tests.contract.fleet.memory_engine import MemoryEngine, ask, engines, fleet_of, gone, replica_of
 from tests.support.fake_vision import FakeVision, picture
 from tests.support.fake_vllm import Canned, FakeVllm, Reply, Variant
@@ -21,7 +16,12 @@ from tests.support.stepped import elapse, settled, stepped
 from tests.support.talk import appended_after, sent_ids, user
 from tests.support.tiny_model import CHATML, SPLIT, TinyModel
 from tests.support.utils import run_proxy, send_and_keep, wait_until
-from tokenization import ChatTokenizer
+from tokenproxy.base.errors import Unsupported
+from tokenproxy.engine.discovery import Model
+from tokenproxy.engine.protocol import Engine
+from tokenproxy.fleet.choosing import sticky_least_loaded
+from tokenproxy.fleet.tokenizers import Tokenizers
+from tokenproxy.monitoring.metrics import ReplicaState
 
 _CHAT, _TOKENS, _ADMIN = "/v1/chat/completions", "/v1/chat/completions/tokens", "/admin/replicas"
 _HI = {"role": "user", "content": "Hi"}

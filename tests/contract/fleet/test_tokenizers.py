@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from proxy.engine.discovery import Model
-from proxy.engine.http import HttpEngine
-from proxy.errors import EngineBroken, Unsupported
-from proxy.fleet.tokenizers import Tokenizers
 from tests.support.fake_vllm import Canned, FakeVllm
 from tests.support.tiny_model import CHATML, TinyModel
+from tokenproxy.base.errors import EngineBroken, Unsupported
+from tokenproxy.engine.discovery import Model
+from tokenproxy.engine.http import HttpEngine
+from tokenproxy.fleet.tokenizers import Tokenizers
 
 _MISSING = Model("tiny", "/no/such/folder", None)
 

@@ -10,21 +10,21 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.fleet.admin_calls import ADMIN_CALLS
-from proxy.fleet.admin_requests import cleared_by
-from proxy.fleet.fleet import Fleet
-from proxy.fleet.shared import Failure, FleetState, SharedError, read_state, write_state
-from proxy.fleet.weight_calls import WeightCalls
-from proxy.history.store import Limits
-from proxy.http import BytesResponse, Request
-from proxy.metrics import Metrics
-from proxy.stores.fleet_words import StoredWords
-from proxy.stores.sqlite import SqliteStore
 from tests.contract.fleet.memory_engine import ask, engines, fleet_of, waits
 from tests.support.fake_trained import FakeTrained, Rendezvous, update
 from tests.support.stepped import elapse, settled, stepped
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy, wait_until
+from tokenproxy.base.http import BytesResponse, Request
+from tokenproxy.fleet.admin_calls import ADMIN_CALLS
+from tokenproxy.fleet.admin_requests import cleared_by
+from tokenproxy.fleet.fleet import Fleet
+from tokenproxy.fleet.shared import Failure, FleetState, SharedError, read_state, write_state
+from tokenproxy.fleet.weight_calls import WeightCalls
+from tokenproxy.monitoring.metrics import Metrics
+from tokenproxy.record.store import Limits
+from tokenproxy.store.fleet_words import StoredWords
+from tokenproxy.store.sqlite import SqliteStore
 
 _CHAT = "/v1/chat/completions"
 _HI = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -212,7 +212,7 @@ def test_requests_wait_while_the_fleet_is_held_whatever_the_limits_of_the_queue(
 ) -> None:
     """In a pause, an update or a sleep. An unnamed update gets a name: a restarted replica is not updated."""
     replicas = start(1, 1)
-    monkeypatch.setattr("proxy.app.Fleet", partial(Fleet, queue_requests=0, queue_timeout_s=0.05))
+    monkeypatch.setattr("tokenproxy.app.app.Fleet", partial(Fleet, queue_requests=0, queue_timeout_s=0.05))
     with run_proxy(replicas) as client, ThreadPoolExecutor(32) as pool:
         for begin, within, end in (
             ("/pause?mode=keep", "/is_paused", "/resume"),

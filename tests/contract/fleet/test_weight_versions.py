@@ -12,11 +12,11 @@ from threading import Semaphore
 import httpx
 import pytest
 
-from proxy.fleet.watch import FleetWatch
-from proxy.fleet.weight_tags import WeightTag
 from tests.support.fake_trained import FakeTrained, Rendezvous, compare_turns, update
 from tests.support.tiny_model import HI, TinyModel
 from tests.support.utils import run_proxy, wait_until
+from tokenproxy.fleet.watch import FleetWatch
+from tokenproxy.fleet.weight_tags import WeightTag
 
 _BEFORE = 3
 """Ids of each turn that the first weights sample."""

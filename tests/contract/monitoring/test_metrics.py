@@ -1,6 +1,6 @@
 """What the metrics of a running proxy tell, over HTTP.
 
-Clients that leave are counted in `tests/contract/routes/test_disconnects.py`.
+Clients that leave are counted in `tests/contract/web/test_disconnects.py`.
 """
 
 import json
@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.settings import Settings
 from tests.support.fake_vllm import Canned, FakeVllm, Reply
 from tests.support.scraping import Scrape, grown
 from tests.support.talk import CHAT, Talk, user
 from tests.support.tiny_model import END, TinyModel
 from tests.support.utils import run_app, run_proxy, send_and_keep, wait_until
+from tokenproxy.settings import Settings
 
 _TOKENS = "/v1/chat/completions/tokens"
 _HI = {"messages": [{"role": "user", "content": "Hi"}]}

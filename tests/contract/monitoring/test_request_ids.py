@@ -6,10 +6,10 @@ import re
 import httpx
 import pytest
 
-from proxy.monitoring.middleware import LONGEST
 from tests.support.fake_vllm import Canned, FakeVllm, Reply
 from tests.support.talk import CHAT
 from tests.support.utils import EVERY_SPELLING
+from tokenproxy.monitoring.middleware import LONGEST
 
 _TOKENS = "/v1/chat/completions/tokens"
 _HI = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -68,7 +68,7 @@ def test_in_an_unexpected_error_and_in_its_log(
     async def fail(*_: object) -> None:
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr("proxy.routes.turns.TurnRoute.answer", fail)
+    monkeypatch.setattr("tokenproxy.web.turns.TurnRoute.answer", fail)
     answer = client.post(CHAT, json=_HI, headers=_MINE)
     assert (answer.status_code, answer.headers["x-request-id"]) == (500, "mine")
     assert list(answer.json()["error"]) == ["message", "type", "param", "code"]

@@ -8,12 +8,12 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
-from proxy.cli import main
-from proxy.history.store import StoreError
-from proxy.samples.layouts import LAYOUTS
-from proxy.stores.sqlite import SqliteStore
 from tests.support.store_utils import opened
 from tests.support.trees import add_rollouts
+from tokenproxy.cli.main import main
+from tokenproxy.record.store import StoreError
+from tokenproxy.samples.layouts import LAYOUTS
+from tokenproxy.store.sqlite import SqliteStore
 
 Capture = pytest.CaptureFixture[str]
 

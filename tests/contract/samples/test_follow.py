@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from proxy.history.store import Cause, Session
-from proxy.history.turn import WeightSpan
-from proxy.samples.layouts import LAYOUTS
 from tests.support.store_utils import opened
 from tests.support.trees import rollout
 from tests.support.utils import wait_until
+from tokenproxy.record.store import Cause, Session
+from tokenproxy.record.turn import WeightSpan
+from tokenproxy.samples.layouts import LAYOUTS
 
 Capture = pytest.CaptureFixture[str]
-_COMMAND = [sys.executable, "-m", "proxy.cli", "export", "--follow"]
+_COMMAND = [sys.executable, "-m", "tokenproxy", "export", "--follow"]
 
 
 def _finish(url: str, name: str, metadata: bytes = b"{}", version: str = "") -> None:

@@ -15,15 +15,15 @@ import pytest
 from prometheus_client.samples import Sample
 from rich.console import Console, RenderableType
 
-from proxy.cli import main
-from proxy.top.command import _views
-from proxy.top.snapshot import Snapshot, quantile
 from tests.support.fake_vllm import FakeVllm
 from tests.support.ports import held_port
 from tests.support.scraping import Scrape
 from tests.support.talk import CHAT, Talk, user
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy, wait_until
+from tokenproxy.cli.main import main
+from tokenproxy.top.command import _views
+from tokenproxy.top.snapshot import Snapshot, quantile
 
 Capture = pytest.CaptureFixture[str]
 
@@ -104,7 +104,7 @@ def test_the_loop_in_a_terminal(client: httpx.Client, fake: FakeVllm) -> None:
             seen.extend(os.read(ours, 65536))
         return words.encode() in seen
 
-    command = [sys.executable, "-m", "proxy.cli", "top", "--url", str(client.base_url), "--interval", "0.1"]
+    command = [sys.executable, "-m", "tokenproxy", "top", "--url", str(client.base_url), "--interval", "0.1"]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "160", "LINES": "50"}
     with subprocess.Popen(command, stdout=its, env=environment) as process:
         try:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from proxy.services import check_settings
-from proxy.settings import SettingsError, load_settings
-from proxy.turn.model_aliases import ModelAlias, ModelAliases, parse_alias
 from tests.support.fake_vllm import FakeVllm, Variant
 from tests.support.talk import CHAT, GENERATE, user
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import Pair, run_proxy
+from tokenproxy.app.services import check_settings
+from tokenproxy.settings import SettingsError, load_settings
+from tokenproxy.turn.model_aliases import ModelAlias, ModelAliases, parse_alias
 
 _HI = [user("Hi")]
 

@@ -23,7 +23,7 @@ from tests.support.viewer.small_session import SmallSession, small_session
 if TYPE_CHECKING:
     from playwright.async_api import Browser
 
-    from proxy.history.store import Store
+    from tokenproxy.record.store import Store
 
 RunRecorded = Callable[[str], Awaitable[RecordedProxy]]
 

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from proxy.cli import main
-from proxy.history.store import Store
-from proxy.key_command import add_key
 from tests.support.fake_vllm import FakeVllm
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy
 from tests.support.viewer.browser import Viewer, missing_program, watched_page
 from tests.support.viewer.recordings import HOSTILE, RecordedProxy
 from tests.support.viewer.small_session import SMALL, SmallSession
+from tokenproxy.cli.key import add_key
+from tokenproxy.cli.main import main
+from tokenproxy.record.store import Store
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser

@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from chat_tokenizer import Appended, ChatTokenizer, TokenizationError
 from tests.support.templates import sampling
 from tests.support.templates.conversations import shapes_of, variables_of
 from tests.support.templates.oracle import Oracle, Reason, Undecided
@@ -27,7 +28,6 @@ from tests.support.templates.shapes import SHAPES, TOOLS, Shape, user
 from tests.support.templates.stand_in import StandIn
 from tests.support.templates.unshown import Unshown
 from tests.support.templates.verdicts import Finding, Kind, Result, Verdict, malformed
-from tokenization import Appended, ChatTokenizer, TokenizationError
 
 # conversations that end in every way, the others with their own stop token or by length
 _WITH_EVERY_ENDING = ("content", "call", "reasoning", "parallel calls", "content and call")

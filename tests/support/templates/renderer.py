@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from chat_tokenizer import InvalidMessages
+from chat_tokenizer.template import RenderOptions, Template
 from tests.support.templates.marks import MARKS
 from tests.support.templates.shapes import TOOLS, Message, assistant, call, user
-from tokenization import InvalidMessages
-from tokenization.template import RenderOptions, Template
 
 TemplateRefuses = InvalidMessages
 """The template raises an error for these messages."""

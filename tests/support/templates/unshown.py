@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from chat_tokenizer import Appended
 from tests.support.templates.oracle import Oracle, Reason, Undecided
 from tests.support.templates.sampling import ENDINGS, Sampled, Turn, applies
 from tests.support.templates.shapes import ANSWER, Message, Shape, assistant, call
 from tests.support.templates.verdicts import Finding, Kind, Verdict, broken_law, malformed
-from tokenization import Appended
 
 _NOT_APPENDED = (Reason.NEW_NOT_PRINTED, Reason.NEW_BEFORE_TURN, Reason.REORDERED)
 

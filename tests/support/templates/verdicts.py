@@ -4,9 +4,9 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
+from chat_tokenizer import Appended
 from tests.support.templates.marks import content_of, words_of
 from tests.support.templates.shapes import Shape
-from tokenization import Appended
 
 
 class Verdict(StrEnum):

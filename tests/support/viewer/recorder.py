@@ -1,6 +1,6 @@
 """Builds recorded sessions by hand, with the ids that a proxy would have recorded.
 
-Law, for every turn with a parent, as in `proxy.history.turn`:
+Law, for every turn with a parent, as in `tokenproxy.record.turn`:
 
     prompt_ids(turn) == prompt_ids(parent) + completion_ids(parent) + turn.appended
 
@@ -15,13 +15,13 @@ from typing import Any
 
 import msgspec
 
-from proxy.history.cache import hash_ids
-from proxy.history.store import Session
-from proxy.history.turn import Turn, WeightSpan, pack_ids, pack_logprobs, turn_id, unpack_ids
-from proxy.history.vocabulary import ABORTED, Reason, Source
 from tests.support.fake_wire import as_rendered, tools_as_rendered
 from tests.support.talk import appended_after
 from tests.support.tiny_model import END, TinyModel
+from tokenproxy.record.cache import hash_ids
+from tokenproxy.record.store import Session
+from tokenproxy.record.turn import Turn, WeightSpan, pack_ids, pack_logprobs, turn_id, unpack_ids
+from tokenproxy.record.vocabulary import ABORTED, Reason, Source
 
 START = 1_780_000_000.0
 """When the first recorded session began, in seconds since the epoch: 28 May 2026, 20:26:40 UTC."""

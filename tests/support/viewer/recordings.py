@@ -18,9 +18,6 @@ from typing import Any, Final
 
 import msgspec
 
-from proxy.history.origin import RequestClass
-from proxy.history.store import Limits, Session, Store
-from proxy.history.turn import Turn, WeightSpan
 from tests.support.fake_vllm import FakeVllm
 from tests.support.serve_process import ServeProcess
 from tests.support.talk import call, result, user
@@ -34,6 +31,9 @@ from tests.support.viewer.recorder import (
     system,
 )
 from tests.support.viewer.small_session import READ_FILE, small_session
+from tokenproxy.record.origin import RequestClass
+from tokenproxy.record.store import Limits, Session, Store
+from tokenproxy.record.turn import Turn, WeightSpan
 
 HOSTILE, LONG, DEEP = "hostile", "long", "deep"
 """The names of sessions."""

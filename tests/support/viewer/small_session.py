@@ -3,9 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-from proxy.history.origin import RequestClass
-from proxy.history.turn import Turn, WeightSpan
-from proxy.history.vocabulary import Problem, Reason
 from tests.support.talk import call, result, user
 from tests.support.tiny_model import END, TinyModel
 from tests.support.viewer.recorder import (
@@ -18,6 +15,9 @@ from tests.support.viewer.recorder import (
     spelled_answer,
     system,
 )
+from tokenproxy.record.origin import RequestClass
+from tokenproxy.record.turn import Turn, WeightSpan
+from tokenproxy.record.vocabulary import Problem, Reason
 
 SMALL = "small"
 READ_FILE: dict[str, Any] = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.agents.programs import (
+from tokenproxy.agents.programs import (
     NO_KEY,
     PROGRAMS,
     Target,

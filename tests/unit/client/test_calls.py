@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-import proxy.client
-from proxy.client import (
+import tokenproxy.client
+from tokenproxy.client import (
     AccessDenied,
     AsyncClient,
     Client,
@@ -23,8 +23,8 @@ from proxy.client import (
     TooManyRequests,
     UnknownResource,
 )
-from proxy.client.calls import Address, Patience, list_models, read_feed, repeatable
-from proxy.client.errors import error_of
+from tokenproxy.client.calls import Address, Patience, list_models, read_feed, repeatable
+from tokenproxy.client.errors import error_of
 
 _ROOT = Path(__file__).parents[3]
 
@@ -32,15 +32,16 @@ _ROOT = Path(__file__).parents[3]
 def test_all_is_every_public_name() -> None:
     public = [
         name
-        for name, value in vars(proxy.client).items()
+        for name, value in vars(tokenproxy.client).items()
         if not name.startswith("_") and not isinstance(value, types.ModuleType)
     ]
-    assert sorted(public) == proxy.client.__all__
+    assert sorted(public) == tokenproxy.client.__all__
 
 
 def test_errors_and_methods_are_documented() -> None:
     page = (_ROOT / "docs" / "feed.md").read_text()
-    errors = [name for name in proxy.client.__all__ if issubclass(getattr(proxy.client, name), Exception)]
+    client = tokenproxy.client
+    errors = [name for name in client.__all__ if issubclass(getattr(client, name), Exception)]
     methods = [name for name in vars(Client) if not name.startswith("_") and name != "close"]
     assert [name for name in [*errors, *methods] if f"`{name}`" not in page and name != "ErrorResponse"] == []
 
@@ -60,9 +61,9 @@ def test_both_clients_have_the_same_methods() -> None:
 def test_import_loads_nothing_else_of_the_proxy() -> None:
     names = ["fastapi", "transformers", "uvicorn", "redis", "aiohttp"]
     program = (
-        "import sys, proxy.client;"
+        "import sys, tokenproxy.client;"
         f"print([n for n in {names} if n in sys.modules],"
-        "[n for n in sys.modules if n.startswith('proxy.') and not n.startswith('proxy.client')])"
+        "[n for n in sys.modules if n.startswith('proxy.') and not n.startswith('tokenproxy.client')])"
     )
     process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert process.stdout.strip() == "[] []"

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from proxy.demo import CheckpointError, MissingPackageError
-from proxy.demo.checkpoint import ensure_checkpoint
+from tokenproxy.demo import CheckpointError, MissingPackageError
+from tokenproxy.demo.checkpoint import ensure_checkpoint
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from proxy.demo.checkpoint import TEMPLATE_FILE
-from proxy.demo.conversation import Conversation, Turn
-from proxy.demo.table import render, summary
-from proxy.demo.tools import TOOLS, call_tool
+from tokenproxy.demo.checkpoint import TEMPLATE_FILE
+from tokenproxy.demo.conversation import Conversation, Turn
+from tokenproxy.demo.table import render, summary
+from tokenproxy.demo.tools import TOOLS, call_tool
 
 
 def _turn(number: int, before: int = 0, reused: int = 0, prompt: int = 100, cached: int | None = 64) -> Turn:

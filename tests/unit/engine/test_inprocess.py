@@ -7,10 +7,10 @@ from fastapi import FastAPI, HTTPException
 from fastapi import Request as FastapiRequest
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from proxy.engine.inprocess import InProcessEngine, inner_app
-from proxy.errors import EngineBroken
-from proxy.http import Request
-from proxy.types import Receive, Scope, Send
+from tokenproxy.base.errors import EngineBroken
+from tokenproxy.base.http import Request
+from tokenproxy.base.types import Receive, Scope, Send
+from tokenproxy.engine.inprocess import InProcessEngine, inner_app
 
 
 class App:

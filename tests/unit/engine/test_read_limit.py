@@ -1,6 +1,6 @@
 import pytest
 
-from proxy.engine.read_limit import GRACE_S, SLOWEST, ReadLimit
+from tokenproxy.engine.read_limit import GRACE_S, SLOWEST, ReadLimit
 
 _IDLE_S = 60.0
 

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.engine.sse import data_event, event_data, events, replace_data, split_events, whole_events
+from tokenproxy.engine.sse import data_event, event_data, events, replace_data, split_events, whole_events
 
 _LINES = st.sampled_from(["data: {}", "data:x", "data: é", ": comment", "event: error", "id: 1"])
 _EVENTS = st.lists(st.lists(_LINES, min_size=1, max_size=3), max_size=5)

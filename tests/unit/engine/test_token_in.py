@@ -3,10 +3,10 @@ from typing import Any
 
 import pytest
 
-from proxy.engine.token_in import TokenRequest, chat_body, rename_errors, rename_param
-from proxy.fields import parse
-from proxy.http import BytesResponse
 from tests.support.fake_vllm import error_body
+from tokenproxy.base.fields import parse
+from tokenproxy.base.http import BytesResponse
+from tokenproxy.engine.token_in import TokenRequest, chat_body, rename_errors, rename_param
 
 
 def _request(body: str = "{}") -> TokenRequest:

@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from proxy.fleet.choosing import Candidate, sticky_least_loaded
-from proxy.fleet.load import Load
+from tokenproxy.fleet.choosing import Candidate, sticky_least_loaded
+from tokenproxy.fleet.load import Load
 
 
 @pytest.mark.parametrize(

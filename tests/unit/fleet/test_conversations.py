@@ -1,6 +1,6 @@
 import pytest
 
-from proxy.fleet.conversations import Conversations
+from tokenproxy.fleet.conversations import Conversations
 
 
 class Clock:

@@ -2,7 +2,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from proxy.fleet.health import FIRST_OPEN_S, FORGIVEN_AFTER_S, LONGEST_OPEN_S, Breaker, BreakerState
+from tokenproxy.fleet.health import FIRST_OPEN_S, FORGIVEN_AFTER_S, LONGEST_OPEN_S, Breaker, BreakerState
 
 
 @dataclass

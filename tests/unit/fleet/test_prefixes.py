@@ -1,9 +1,9 @@
 from types import SimpleNamespace
 from typing import Any
 
-from proxy.fleet.fleet import Fleet
-from proxy.fleet.prefix_caches import PrefixCaches
-from tokenization import ids
+from chat_tokenizer import ids
+from tokenproxy.fleet.fleet import Fleet
+from tokenproxy.fleet.prefix_caches import PrefixCaches
 
 _A: Any = SimpleNamespace(name="a")
 _B: Any = SimpleNamespace(name="b")

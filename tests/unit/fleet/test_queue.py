@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.errors import ApiError, EngineUnavailable, Overloaded
-from proxy.fleet.queue import FairQueue, Hold
 from tests.support.stepped import elapse, now, settled, stepped
+from tokenproxy.base.errors import ApiError, EngineUnavailable, Overloaded
+from tokenproxy.fleet.queue import FairQueue, Hold
 
 
 class _Places:

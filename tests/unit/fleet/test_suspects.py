@@ -1,4 +1,4 @@
-from proxy.fleet.dispatch import REFUSED_S, Suspects
+from tokenproxy.fleet.dispatch import REFUSED_S, Suspects
 
 
 class Clock:

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable
 from contextvars import copy_context
 
-from proxy.metrics import Metrics
-from proxy.monitoring.exchange import Exchange, run_exchange
-from proxy.monitoring.logs import JsonFormatter, RelayHandler, RepeatLimit, RequestFields, TextFormatter
+from tokenproxy.monitoring.exchange import Exchange, run_exchange
+from tokenproxy.monitoring.logs import JsonFormatter, RelayHandler, RepeatLimit, RequestFields, TextFormatter
+from tokenproxy.monitoring.metrics import Metrics
 
 
 def _record() -> logging.LogRecord:

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.history.turn import Turn
-from proxy.samples.classes import agents_of, classes_of
-from proxy.samples.samples import Samples, samples_of
 from tests.support.trees import child, random_trees, root
+from tokenproxy.record.turn import Turn
+from tokenproxy.samples.classes import agents_of, classes_of
+from tokenproxy.samples.samples import Samples, samples_of
 
 _TOOLS = b'[{"type": "function"}]'
 

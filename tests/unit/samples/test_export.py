@@ -10,19 +10,12 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
-from proxy.history.store import Limits, Session, Store
-from proxy.samples import export as module
-from proxy.samples.export import (
-    ExportRefused,
-    JsonLines,
-    Parquet,
-    Report,
-    export,
-    table,
-)
-from proxy.samples.layouts import LAYOUTS
-from proxy.stores.sqlite import SqliteStore
 from tests.support.trees import add_rollouts
+from tokenproxy.record.store import Limits, Session, Store
+from tokenproxy.samples import export as module
+from tokenproxy.samples.export import ExportRefused, JsonLines, Parquet, Report, export, table
+from tokenproxy.samples.layouts import LAYOUTS
+from tokenproxy.store.sqlite import SqliteStore
 
 
 async def _filled(*ids: str) -> Store:

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from proxy.history.store import Cause, Limits, Store
-from proxy.history.turn import Turn, WeightSpan
-from proxy.samples import feed
-from proxy.samples.feed import FeedFilter, FeedStep, metadata_matches, read_step
-from proxy.stores.sqlite import SqliteStore
 from tests.support.store_utils import make_session
 from tests.support.trees import child, root
+from tokenproxy.record.store import Cause, Limits, Store
+from tokenproxy.record.turn import Turn, WeightSpan
+from tokenproxy.samples import feed
+from tokenproxy.samples.feed import FeedFilter, FeedStep, metadata_matches, read_step
+from tokenproxy.store.sqlite import SqliteStore
 
 _METADATA = b"""{"env": "x=y z", "n": 1, "text": "1", "yes": true, "a": "b=c", "d=e": "f",
     "nested": {"a": [1, {"b": 2}]}}"""
@@ -21,7 +21,7 @@ _NESTED = 'nested={"a": [1, {"b": 2.0}]}'
 
 @pytest.fixture
 async def store() -> AsyncIterator[Store]:
-    """An empty store; the law of its feed is tested in `tests/contract/stores`."""
+    """An empty store; the law of its feed is tested in `tests/contract/store`."""
     store = SqliteStore(None, Limits())
     await store.open()
     yield store

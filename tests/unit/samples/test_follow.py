@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from proxy.history.store import Cause, Limits, Store, StoreError
-from proxy.samples.feed import FeedFilter
-from proxy.samples.follow import Follower, end_last_line
-from proxy.samples.layouts import LAYOUTS
-from proxy.stores.sqlite import SqliteStore
 from tests.support.trees import add_rollouts
+from tokenproxy.record.store import Cause, Limits, Store, StoreError
+from tokenproxy.samples.feed import FeedFilter
+from tokenproxy.samples.follow import Follower, end_last_line
+from tokenproxy.samples.layouts import LAYOUTS
+from tokenproxy.store.sqlite import SqliteStore
 
 
 async def _finish(store: Store, name: str) -> None:

@@ -4,9 +4,9 @@ from collections import Counter
 
 from hypothesis import given, settings
 
-from proxy.history.turn import Turn, unpack_ids
-from proxy.samples.samples import Sample, samples_of
 from tests.support.trees import random_trees
+from tokenproxy.record.turn import Turn, unpack_ids
+from tokenproxy.samples.samples import Sample, samples_of
 
 Tree = tuple[list[Turn], dict[str, float]]
 every_tree = settings(derandomize=True, max_examples=40)

@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from proxy.history.store import Session
-from proxy.history.turn import WeightSpan
-from proxy.samples.layouts import LAYOUTS
-from proxy.samples.samples import Sample, samples_of
 from tests.support.trees import child, root
+from tokenproxy.record.store import Session
+from tokenproxy.record.turn import WeightSpan
+from tokenproxy.samples.layouts import LAYOUTS
+from tokenproxy.samples.samples import Sample, samples_of
 
 _DOCS = (Path(__file__).parents[3] / "docs" / "samples.md").read_text()
 _ORIGIN = {

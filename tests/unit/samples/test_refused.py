@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from proxy.history.store import Session
-from proxy.history.turn import Turn, pack_logprobs
-from proxy.history.vocabulary import Problem
-from proxy.samples.samples import samples_of
 from tests.support.trees import child, root
+from tokenproxy.record.store import Session
+from tokenproxy.record.turn import Turn, pack_logprobs
+from tokenproxy.record.vocabulary import Problem
+from tokenproxy.samples.samples import samples_of
 
 _DOCS = (Path(__file__).parents[3] / "docs" / "samples.md").read_text()
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from proxy.history.store import Session
-from proxy.history.turn import WeightSpan, pack_ids
-from proxy.samples.samples import Sample, TurnSpan, samples_of
 from tests.support.trees import child, root
+from tokenproxy.record.store import Session
+from tokenproxy.record.turn import WeightSpan, pack_ids
+from tokenproxy.samples.samples import Sample, TurnSpan, samples_of
 
 _DOCS = (Path(__file__).parents[3] / "docs" / "samples.md").read_text()
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from proxy.history.turn import Turn
-from proxy.samples.samples import samples_of
 from tests.support.trees import child, root
+from tokenproxy.record.turn import Turn
+from tokenproxy.samples.samples import samples_of
 
 
 def _fork(**changes: Any) -> list[Turn]:

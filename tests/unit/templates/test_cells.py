@@ -6,11 +6,11 @@ oracle must find the texts written here.
 
 import pytest
 
+from chat_tokenizer import Appended
 from tests.support.templates.matrix import Cell, trial
 from tests.support.templates.pairing import pairing
 from tests.support.templates.sampling import ENDINGS, Turn
 from tests.support.templates.shapes import SHAPES
-from tokenization import Appended
 
 _SHAPES = {shape.name: shape for shape in SHAPES}
 _RESULT = '{"newsun": true, "high": 24.50}'

@@ -7,8 +7,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tokenization import ChatTokenizer
-from tokenization.encoder import Encoder
+from chat_tokenizer import ChatTokenizer
+from chat_tokenizer.encoder import Encoder
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|eos|>")
 """The special tokens of ChatML, and an EOS that no template prints."""

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tokenization import canonical, chain
-from tokenization.canonical import argument_defaults
+from chat_tokenizer import canonical, chain
+from chat_tokenizer.canonical import argument_defaults
 
 _SCHEMA = {
     "path": {"type": "string"},

@@ -3,8 +3,8 @@ import weakref
 
 import pytest
 
-from tokenization.cache import BoundedCache, CacheInfo
-from tokenization.errors import TemplateUnsupported, TokenizationError
+from chat_tokenizer.cache import BoundedCache, CacheInfo
+from chat_tokenizer.errors import TemplateUnsupported, TokenizationError
 
 
 class _Refusing:

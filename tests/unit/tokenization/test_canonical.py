@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenization import InvalidMessages
-from tokenization.canonical import canonical, chain, extend, start
-from tokenization.lossless_json import MAX_DEPTH
+from chat_tokenizer import InvalidMessages
+from chat_tokenizer.canonical import canonical, chain, extend, start
+from chat_tokenizer.lossless_json import MAX_DEPTH
 
 Json = dict[str, Any]
 

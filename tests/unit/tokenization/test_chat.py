@@ -10,8 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chat_tokenizer import (
+    ChatTokenizer,
+    InvalidIds,
+    InvalidMessages,
+    TemplateUnsupported,
+    TokenizerUnavailable,
+)
 from tests.support.tiny_model import CHATML, END, VOCAB_SIZE, TinyModel
-from tokenization import ChatTokenizer, InvalidIds, InvalidMessages, TemplateUnsupported, TokenizerUnavailable
 
 Message = dict[str, Any]
 _FUNCTION = {"name": "weather", "description": None, "parameters": {"type": "object"}}

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from proxy.cli import main
 from tests.support.templates.families import template_files
+from tokenproxy.cli.main import main
 
 
 @pytest.mark.parametrize(

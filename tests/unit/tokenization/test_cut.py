@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from chat_tokenizer import ChatTokenizer, TemplateUnsupported
 from tests.support.templates.vocabularies import gemma_like, llama2_like, mistral_like
 from tests.unit.tokenization.in_memory import SPECIAL, appended_text, token_id, tokenizer_with
-from tokenization import ChatTokenizer, TemplateUnsupported
 
 _PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 _CHATML = (

@@ -5,10 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from tokenizers import AddedToken
 
+from chat_tokenizer.encoder import Encoder, Limit
+from chat_tokenizer.errors import Stopped, TemplateUnsupported, TooManyIds
+from chat_tokenizer.pieces import PIECE
 from tests.support.templates.vocabularies import VOCABULARIES
-from tokenization.encoder import Encoder, Limit
-from tokenization.errors import Stopped, TemplateUnsupported, TooManyIds
-from tokenization.pieces import PIECE
 
 _THREADS = 8
 _WORDS = ("weather", "Zürich", "四 °C", "🙂", "<|im_start|>", "<|im_end|>", "def answer():\n    return 42\n")
@@ -83,7 +83,7 @@ def test_tokenising_stops_when_the_caller_left() -> None:
 
 
 def test_a_text_too_long_to_be_encoded_at_once_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenization.encoder.MAX_PIECE", PIECE + 100)
+    monkeypatch.setattr("chat_tokenizer.encoder.MAX_PIECE", PIECE + 100)
     encoder = _encoder("bytes")
     assert len(encoder.encode("a b " * (PIECE // 2))) > PIECE
     with pytest.raises(TemplateUnsupported, match="send less text"):

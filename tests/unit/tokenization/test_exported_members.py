@@ -2,13 +2,13 @@ import subprocess
 import sys
 import types
 
-import tokenization
+import chat_tokenizer
 
 
 def test_all_is_every_public_name() -> None:
-    values = {name: value for name, value in vars(tokenization).items() if not name.startswith("_")}
+    values = {name: value for name, value in vars(chat_tokenizer).items() if not name.startswith("_")}
     public = [name for name, value in values.items() if not isinstance(value, types.ModuleType)]
-    assert sorted(public) == tokenization.__all__
+    assert sorted(public) == chat_tokenizer.__all__
 
 
 def test_import_loads_no_proxy_and_no_web_framework() -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from chat_tokenizer import TemplateUnsupported
 from tests.unit.tokenization.in_memory import SPECIAL, appended_text, tokenizer_with
-from tokenization import TemplateUnsupported
 
 _MESSAGE = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
 _PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenization import InvalidIds, ids
+from chat_tokenizer import InvalidIds, ids
 
 _IDS = st.lists(st.integers(0, 2**70), min_size=1)
 _SPELLINGS = st.sampled_from([{}, {"separators": (",", ":")}, {"indent": 2}, {"indent": "\t"}])

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenization.ids_difference import Hunk, apply, common_prefix, difference
+from chat_tokenizer.ids_difference import Hunk, apply, common_prefix, difference
 
 _IDS = st.lists(st.integers(0, 3), max_size=80)
 

@@ -2,8 +2,8 @@ from typing import Any
 
 import pytest
 
-from tokenization import InvalidMessages
-from tokenization.messages import for_template, tools_for_template
+from chat_tokenizer import InvalidMessages
+from chat_tokenizer.messages import for_template, tools_for_template
 
 _CACHED = {"type": "text", "text": "b", "cache_control": 1}
 _REFERENCE = {"type": "tool_reference", "name": "f"}

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from chat_tokenizer import ChatTokenizer, TemplateUnsupported
 from tests.unit.tokenization.in_memory import appended_text, tokenizer_with
-from tokenization import ChatTokenizer, TemplateUnsupported
 
 _PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers
 
+from chat_tokenizer import pieces
+from chat_tokenizer.pieces import Cutter, read_description
 from tests.support.templates.vocabularies import VOCABULARIES, byte_level
-from tokenization import pieces
-from tokenization.pieces import Cutter, read_description
 
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokenization.placeholders import PlaceholdersDiffer, Span, collapse, expand, find
+from chat_tokenizer.placeholders import PlaceholdersDiffer, Span, collapse, expand, find
 
 _PAD = 9
 _IDEFICS = [7, 8, _PAD, _PAD, _PAD, 7]

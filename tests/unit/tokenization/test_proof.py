@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from chat_tokenizer.histories import user
+from chat_tokenizer.proof import Locality, Proof, load_proof, prove, store_proof
+from chat_tokenizer.template import RenderOptions
 from tests.unit.tokenization.in_memory import tokenizer_with
-from tokenization.histories import user
-from tokenization.proof import Locality, Proof, load_proof, prove, store_proof
-from tokenization.template import RenderOptions
 
 NEW, TURN, HISTORY = Locality.NEW, Locality.TURN, Locality.HISTORY
 _HEADER = "{{ '<|im_start|>' + m.role + '\n' }}"

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chat_tokenizer import ChatTokenizer, PrefixMismatch, replace_prefix_tokens
 from tests.support.tiny_model import END, TinyModel
-from tokenization import ChatTokenizer, PrefixMismatch, replace_prefix_tokens
 
 _EOS = 2
 _IDS = st.lists(st.integers(3, 50))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokenization.syntax import Syntax, read_syntax
+from chat_tokenizer.syntax import Syntax, read_syntax
 
 _COMPARED = """
 {% if m.content == 'a' %}{% endif %}{% if 'b' in m.content and m.role in ['c', name] %}{% endif %}

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from chat_tokenizer import ChatTokenizer, InvalidMessages, TemplateUnsupported
 from tests.support.tiny_model import TinyModel
-from tokenization import ChatTokenizer, InvalidMessages, TemplateUnsupported
 
 Load = Callable[..., ChatTokenizer]
 _USER = {"role": "user", "content": "Hi"}

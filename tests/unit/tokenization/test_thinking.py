@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from chat_tokenizer.thinking import ends_thinking, hidden_reasoning
 from tests.unit.tokenization.in_memory import tokenizer_with
-from tokenization.thinking import ends_thinking, hidden_reasoning
 
 _OPEN, _CLOSE = "{% for m in messages %}<|im_start|>{{ m.role }}\n", "{{ m.content }}<|im_end|>\n{% endfor %}"
 _ALWAYS = _OPEN + "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}" + _CLOSE

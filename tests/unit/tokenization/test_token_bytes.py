@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
+from chat_tokenizer.encoder import Encoder
+from chat_tokenizer.pieces import read_description
+from chat_tokenizer.token_bytes import TokenBytes
 from tests.support.templates.vocabularies import VOCABULARIES
-from tokenization.encoder import Encoder
-from tokenization.pieces import read_description
-from tokenization.token_bytes import TokenBytes
 
 _PARTS = st.sampled_from(
     ["the ", "weather", " ", "\n", "\t", "café", "四", "🙂", "é", "\u2581", "<|im_end|>", '{"a": 1}']

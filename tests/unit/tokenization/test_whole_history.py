@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from chat_tokenizer import ChatTokenizer
 from tests.support.tiny_model import CHATML, END, TinyModel
-from tokenization import ChatTokenizer
 
 _NUMBERED = CHATML.replace("'<|im_start|>' + message.role", "'<|im_start|>' + message.role ~ loop.index")
 _CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": '{"q": "x"}'}}

@@ -3,12 +3,12 @@
 import json
 from typing import Any
 
-from proxy.engine.sse import data_event, event_data
-from proxy.history.completion import Batch, Completion
-from proxy.turn import reader, wire
-from proxy.turn.redactor import Redactor
-from proxy.turn.request import Visible
-from proxy.turn.usual_chunk import UsualChunk
+from tokenproxy.base.request import Visible
+from tokenproxy.engine.sse import data_event, event_data
+from tokenproxy.record.completion import Batch, Completion
+from tokenproxy.turn import reader, wire
+from tokenproxy.turn.redactor import Redactor
+from tokenproxy.turn.usual_chunk import UsualChunk
 
 Body = dict[str, Any]
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from proxy.history.turn import pack_alternatives, unpack_alternatives
 from tests.unit.turn.bodies import StreamReader, chunk, encoded, piece, read_completion, whole, whole_choice
+from tokenproxy.record.turn import pack_alternatives, unpack_alternatives
 
 _HALF = b"\xf0\x9f"
 _TOP = [

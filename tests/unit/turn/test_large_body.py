@@ -8,11 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.history.completion import Completion
-from proxy.turn import reader, wire
-from proxy.turn.cut import CUT_FROM_BYTES
-from proxy.turn.redactor import Redactor
-from proxy.turn.request import Visible
 from tests.unit.turn.bodies import (
     Body,
     encoded,
@@ -20,6 +15,11 @@ from tests.unit.turn.bodies import (
     whole,
     whole_choice,
 )
+from tokenproxy.base.request import Visible
+from tokenproxy.record.completion import Completion
+from tokenproxy.turn import reader, wire
+from tokenproxy.turn.cut import CUT_FROM_BYTES
+from tokenproxy.turn.redactor import Redactor
 
 _FILLER = "x" * CUT_FROM_BYTES
 _TRAPS = [

@@ -6,10 +6,6 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.history.completion import Completion, SampledChoice
-from proxy.history.turn import pack_ids, pack_logprobs
-from proxy.turn.redactor import Redactor
-from proxy.turn.request import Visible
 from tests.unit.turn.bodies import (
     Body,
     StreamReader,
@@ -24,6 +20,10 @@ from tests.unit.turn.bodies import (
     whole,
     whole_choice,
 )
+from tokenproxy.base.request import Visible
+from tokenproxy.record.completion import Completion, SampledChoice
+from tokenproxy.record.turn import pack_ids, pack_logprobs
+from tokenproxy.turn.redactor import Redactor
 
 _SECRETS = range(2**30 + 2**29 + 54_321, 2**30 + 2**29 + 54_331)
 """Ids that stand nowhere but where an engine puts them."""

@@ -5,11 +5,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from proxy.errors import EngineBroken
-from proxy.history.completion import Batch, Completion, SampledChoice, untrainable_reason
-from proxy.history.turn import WeightSpan, pack_ids, pack_logprobs
-from proxy.history.vocabulary import ABORTED, Problem
-from proxy.turn.wire import NO_REASON
 from tests.unit.turn.bodies import (
     ODD,
     Body,
@@ -23,6 +18,11 @@ from tests.unit.turn.bodies import (
     whole,
     whole_choice,
 )
+from tokenproxy.base.errors import EngineBroken
+from tokenproxy.record.completion import Batch, Completion, SampledChoice, untrainable_reason
+from tokenproxy.record.turn import WeightSpan, pack_ids, pack_logprobs
+from tokenproxy.record.vocabulary import ABORTED, Problem
+from tokenproxy.turn.wire import NO_REASON
 
 _BOTH = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 _HI = {"role": "assistant", "content": "hi"}

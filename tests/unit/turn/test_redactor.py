@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 
-from proxy.turn.redactor import Redactor
-from proxy.turn.request import Visible
-from proxy.turn.usual_chunk import Piece
 from tests.unit.turn.bodies import (
     NOTHING,
     ODD,
@@ -22,6 +19,9 @@ from tests.unit.turn.bodies import (
     whole,
     whole_choice,
 )
+from tokenproxy.base.request import Visible
+from tokenproxy.turn.redactor import Redactor
+from tokenproxy.turn.usual_chunk import Piece
 
 _LOGPROBS = Visible(ids=False, logprobs=True)
 _NO_REASONING = Visible(ids=False, logprobs=False, reasoning=False)

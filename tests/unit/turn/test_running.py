@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from proxy.errors import Stopping
-from proxy.turn.running import RunningRequests
+from tokenproxy.base.errors import Stopping
+from tokenproxy.turn.running import RunningRequests
 
 
 async def test_a_client_that_leaves_meanwhile_wins() -> None:

@@ -8,13 +8,13 @@ from typing import Any, cast
 
 import pytest
 
-from proxy.errors import EngineBroken
-from proxy.fleet.weight_tags import WeightTag
-from proxy.history.completion import Completion
-from proxy.turn.redactor import Redactor
-from proxy.turn.stream import RecordedStream
 from tests.support.recording import rendered_plan, user
 from tests.unit.turn.bodies import NOTHING, chunk, encoded, end, piece
+from tokenproxy.base.errors import EngineBroken
+from tokenproxy.fleet.weight_tags import WeightTag
+from tokenproxy.record.completion import Completion
+from tokenproxy.turn.redactor import Redactor
+from tokenproxy.turn.stream import RecordedStream
 
 _Block = bytes | float | Exception | asyncio.Event
 _DONE = b"data: [DONE]\n\n"

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from proxy.engine.sse import data_event, event_data
-from proxy.errors import EngineBroken
-from proxy.turn.cut import Cut
-from proxy.turn.redactor import Redactor
-from proxy.turn.request import Visible
-from proxy.turn.usual_chunk import UsualChunk
 from tests.unit.turn.bodies import NOTHING, Body, StreamReader, encoded, redact_chunk
+from tokenproxy.base.errors import EngineBroken
+from tokenproxy.base.request import Visible
+from tokenproxy.engine.sse import data_event, event_data
+from tokenproxy.turn.cut import Cut
+from tokenproxy.turn.redactor import Redactor
+from tokenproxy.turn.usual_chunk import UsualChunk
 
 _VISIBLE = [
     Visible(ids, logprobs, usage, running, reasoning)

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from proxy.history.turn import Turn
-from proxy.viewer.breaks import Break, breaks_of
-from proxy.viewer.drift import Basis, Change, drift_lane
+from chat_tokenizer import ChatTokenizer
 from tests.support.tiny_model import CHATML, TinyModel
 from tests.support.trees import child, root
 from tests.support.viewer.small_session import small_session
-from tokenization import ChatTokenizer
+from tokenproxy.record.turn import Turn
+from tokenproxy.viewer.breaks import Break, breaks_of
+from tokenproxy.viewer.drift import Basis, Change, drift_lane
 
 _CONTINUES = json.dumps([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]).encode()
 

@@ -8,16 +8,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from proxy.history.turn import PromptImage, Turn
-from proxy.samples.samples import Sample, samples_of
-from proxy.samples.tree import path_of
-from proxy.viewer.drift import Basis, drift_lane
-from proxy.viewer.exported import NotAnExport, read_export
-from proxy.viewer.recording import PageData, add_recording
-from proxy.viewer.tokens import TRAINED
+from chat_tokenizer import ChatTokenizer
 from tests.support.tiny_model import TinyModel
 from tests.support.trees import child, root
-from tokenization import ChatTokenizer
+from tokenproxy.record.turn import PromptImage, Turn
+from tokenproxy.samples.samples import Sample, samples_of
+from tokenproxy.samples.tree import path_of
+from tokenproxy.viewer.drift import Basis, drift_lane
+from tokenproxy.viewer.exported import NotAnExport, read_export
+from tokenproxy.viewer.recording import PageData, add_recording
+from tokenproxy.viewer.tokens import TRAINED
 
 
 def _turns(**fields: Any) -> list[Turn]:

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from proxy.cli import main
-from proxy.viewer.exported import read_export
-from proxy.viewer.page import bundle, single_file
-from proxy.viewer.recording import PageData
 from tests.support.store_utils import opened
 from tests.support.tiny_model import TinyModel
 from tests.support.viewer.recordings import LIMITS, write
 from tests.support.viewer.small_session import SMALL, SmallSession, small_session
+from tokenproxy.cli.main import main
+from tokenproxy.viewer.exported import read_export
+from tokenproxy.viewer.page import bundle, single_file
+from tokenproxy.viewer.recording import PageData
 
 _KEPT = (
     *("parent", "appended", "completion", "logprobs", "prompt_tokens", "source", "reason"),

@@ -5,13 +5,13 @@ import json
 import msgspec
 import pytest
 
-from proxy.history.store import Cursor, Session, Store, session_id
-from proxy.stores.sqlite import SqliteStore
-from proxy.viewer import session_list
-from proxy.viewer.session_list import list_sessions, rows_of
-from proxy.viewer.tree import session_tree
 from tests.support.trees import child, root
 from tests.support.viewer.recordings import LIMITS
+from tokenproxy.record.store import Cursor, Session, Store, session_id
+from tokenproxy.store.sqlite import SqliteStore
+from tokenproxy.viewer import session_list
+from tokenproxy.viewer.session_list import list_sessions, rows_of
+from tokenproxy.viewer.tree import session_tree
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ from typing import Any
 
 import anthropic
 
-from proxy.demo.tools import TOOLS, call_tool
 from tests.campaign.real_vllm.clients.target import MODEL, QUESTIONS, Target
 from tests.support.talk import add_delta
+from tokenproxy.demo.tools import TOOLS, call_tool
 
 Message = dict[str, Any]
 _SAMPLING: dict[str, Any] = {"model": MODEL, "temperature": 1.2}

@@ -7,10 +7,10 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.demo.tools import TOOLS, call_tool
 from tests.campaign.real_vllm.clients.target import MODEL, QUESTIONS, Target
 from tests.support.talk import CHAT
 from tests.support.trl_client import load_client
+from tokenproxy.demo.tools import TOOLS, call_tool
 
 
 async def hold_nemo_gym(target: Target, *, ids: bool) -> None:

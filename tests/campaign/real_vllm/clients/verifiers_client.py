@@ -13,8 +13,8 @@ from verifiers.types import AssistantMessage, Messages, State, Tool, ToolMessage
 from verifiers.utils.message_utils import concat_messages
 from verifiers.utils.response_utils import parse_response_message, parse_response_tokens
 
-from proxy.demo.tools import TOOLS, call_tool
 from tests.campaign.real_vllm.clients.target import MODEL, Target
+from tokenproxy.demo.tools import TOOLS, call_tool
 
 _TOOLS = [
     Tool(name=f["name"], description=f["description"], parameters=f["parameters"], strict=True)

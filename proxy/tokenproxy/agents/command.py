@@ -1,0 +1,223 @@
+"""The commands `tokenproxy run` and `tokenproxy env`."""
+
+import argparse
+import os
+import secrets
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+from tokenproxy.agents.child import NOT_EXECUTABLE, NOT_FOUND, Ended, run_child
+from tokenproxy.agents.programs import PROGRAMS, Target, Variables, variables_for
+from tokenproxy.agents.report import table
+from tokenproxy.base.errors import UsageError
+from tokenproxy.base.urls import normalise_base_url
+from tokenproxy.client import (
+    AccessDenied,
+    Client,
+    KeyRefused,
+    ModelInfo,
+    NoResponse,
+    ProxyError,
+    UnknownResource,
+    UnreadableResponse,
+)
+
+T = TypeVar("T")
+
+
+def run_env(options: argparse.Namespace) -> int:
+    """Print the environment of a program, to be sourced; returns the exit code.
+
+    Raises:
+        UsageError: there is no such proxy or model.
+    """
+    if options.session is None and (
+        options.metadata or options.max_tokens or options.temperature is not None
+    ):
+        raise UsageError("--max-tokens, --temperature and --metadata describe a session: add --session NAME")
+    with _connected(options) as client:
+        target = _target(options, client, options.session)
+        if options.session:
+            _save_session(options, client, options.session)
+    for name, value in _variables([options.program], target).items():
+        print(f"unset {name}" if value is None else f"export {name}={shlex.quote(value)}")
+    return 0
+
+
+def run_command(options: argparse.Namespace) -> int:
+    """Run a command with its environment, print what was recorded; returns the command's exit code.
+
+    Raises:
+        UsageError: there is no command, or no such proxy or model; nothing was run.
+    """
+    command: list[str] = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
+    if not command:
+        raise UsageError("no command: pass one after --, as in `tokenproxy run -- claude -p 'Fix the test'`")
+    name = options.session or _new_name(command)
+    with _connected(options) as client:
+        target = _target(options, client, name)
+        _save_session(options, client, name)
+        before = _turn_ids(options, client, name) if options.session else set()
+        environment = _environment(_variables(options.programs or _programs_of(command), target))
+        _say(f"session {name} of {target.url}, model {target.model}")
+        ended = _run(command, environment)
+        _report(options, client, name, before, ended)
+    return ended.code
+
+
+def _connected(options: argparse.Namespace) -> Client:
+    """A client of the proxy. Environment variables for HTTP proxies do not apply. Raises UsageError."""
+    url = options.url or os.environ.get("TOKENPROXY_URL") or "http://127.0.0.1:8100"
+    try:
+        options.url = normalise_base_url(url)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    options.api_key = options.api_key or os.environ.get("TOKENPROXY_API_KEY", "").partition(",")[0] or None
+    if options.api_key and not (options.api_key.isascii() and options.api_key.isprintable()):
+        raise UsageError("the API key holds characters that no header can hold: see --api-key")
+    return Client(options.url, api_key=options.api_key, http=httpx.Client(trust_env=False))
+
+
+def _target(options: argparse.Namespace, client: Client, session: str | None) -> Target:
+    """The proxy with the model that programs use. Raises UsageError."""
+    model = _model(_ask(options, client.models), options.model)
+    return Target(options.url, model.id, model.max_model_len, session, options.api_key)
+
+
+def _model(models: Sequence[ModelInfo], name: str | None) -> ModelInfo:
+    """The named model, else the base model. Raises UsageError."""
+    base = next((model for model in models if model.parent is None), None)
+    if base is None:
+        raise UsageError("the proxy serves no model yet: wait until its /ready responds with 200")
+    if name is None:
+        return base
+    found = next((model for model in models if model.id == name), None)
+    if found is None:
+        served = ", ".join(model.id for model in models)
+        raise UsageError(f"the model {name!r} is not served: pass --model with one of {served}")
+    if found.max_model_len is None:  # an adapter has the context of its base model
+        return ModelInfo(id=found.id, parent=found.parent, max_model_len=base.max_model_len)
+    return found
+
+
+def _save_session(options: argparse.Namespace, client: Client, name: str) -> None:
+    """Create the session, or change its description. Raises UsageError."""
+    overrides: dict[str, Any] = {}
+    if options.max_tokens is not None:
+        overrides["max_tokens"] = options.max_tokens
+    if options.temperature is not None:
+        overrides["temperature"] = options.temperature
+    metadata = dict(_condition(text) for text in options.metadata)
+    _ask(
+        options,
+        lambda: client.create_session(name, overrides=overrides or None, metadata=metadata or None),
+    )
+
+
+def _condition(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise UsageError(f"--metadata must be KEY=VALUE, not {text!r}")
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise UsageError(f"--metadata must be UTF-8, not {text!r}")
+    return key, value
+
+
+def _turn_ids(options: argparse.Namespace, client: Client, name: str) -> set[str]:
+    """The turns that a session holds already; none if it may not be read. Raises UsageError."""
+
+    def read() -> set[str]:
+        try:
+            return {turn["id"] for turn in client.session(name).turns}
+        except AccessDenied:
+            return set()
+
+    return _ask(options, read)
+
+
+def _ask(options: argparse.Namespace, call: Callable[[], T]) -> T:
+    """The result of a call of the client. Raises UsageError that says what to do."""
+    url = options.url
+    try:
+        return call()
+    except (NoResponse, UnicodeError) as error:  # a host that no name server can be asked for
+        raise UsageError(
+            f"no proxy at {url}: start one with `tokenproxy serve --upstream URL` or "
+            "`tokenproxy vllm MODEL`, or pass --url URL"
+        ) from error
+    except KeyRefused as error:
+        raise UsageError(f"the proxy at {url} requires a key: pass --api-key KEY ({error})") from error
+    except (UnknownResource, UnreadableResponse) as error:
+        raise UsageError(f"the server at {url} is no tokenproxy: pass --url URL ({error})") from error
+    except ProxyError as error:
+        raise UsageError(f"the proxy at {url} refused: {error}") from error
+
+
+def _variables(programs: list[str], target: Target) -> Variables:
+    try:
+        return variables_for(programs, target, os.environ)
+    except OSError as error:
+        raise UsageError(f"the folder for Codex' settings cannot be written: {error}") from error
+
+
+def _programs_of(command: Sequence[str]) -> list[str]:
+    """The program that a command starts; all of them for a script, which may start any."""
+    name = Path(command[0]).name
+    return [name] if name in PROGRAMS else list(PROGRAMS)
+
+
+def _environment(variables: Variables) -> dict[str, str]:
+    """The environment of this process, changed."""
+    kept = {name: value for name, value in os.environ.items() if name not in variables}
+    return kept | {name: value for name, value in variables.items() if value is not None}
+
+
+def _new_name(command: Sequence[str]) -> str:
+    """A session's name that says what ran and when: `claude-20260102-030405-6789ab`."""
+    letters = "".join(each for each in Path(command[0]).name if each.isascii() and each.isalnum())
+    return f"{letters[:40] or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+
+
+def _run(command: Sequence[str], environment: dict[str, str]) -> Ended:
+    try:
+        return run_child(command, environment)
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError)
+        _say(f"{command[0]}: {error.strerror}")
+        return Ended(NOT_FOUND if missing else NOT_EXECUTABLE, 0.0)
+
+
+def _report(options: argparse.Namespace, client: Client, name: str, before: set[str], ended: Ended) -> None:
+    """Print what was recorded, and set the reward. Whatever fails here, the command's exit code stays."""
+    _say(f"the command ended with exit code {ended.code} after {ended.seconds:.1f} s")
+    reward = None
+    try:
+        if options.reward_from_exit_code:
+            reward = 1.0 if ended.code == 0 else 0.0
+            client.set_reward(name, reward)
+        session, samples = client.session(name), client.samples(name)
+    except AccessDenied as error:
+        _say(f"recorded in session {name}, which this key may not read: {error}")
+        return
+    except ProxyError as error:
+        _say(f"what was recorded in session {name} is not known: {error}")
+        return
+    if session.turns:
+        print(table(session, samples, before, reward), file=sys.stderr)
+    if before.issuperset(turn["id"] for turn in session.turns):
+        _say(
+            "nothing was recorded: the command sent no request to the proxy, or none that succeeded. "
+            "`tokenproxy env openai` shows what it should read; the proxy's log shows what it sent"
+        )
+    elif reward is None:
+        _say(f'set a reward: POST {options.url}/v1/sessions/{name}/reward {{"reward": 1.0}}')
+
+
+def _say(message: str) -> None:
+    print(f"tokenproxy: {message}", file=sys.stderr, flush=True)

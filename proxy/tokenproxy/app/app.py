@@ -1,0 +1,191 @@
+"""The proxy in front of stock vLLM servers: wiring only."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, nullcontext
+
+from fastapi import FastAPI
+from prometheus_client import ProcessCollector
+from starlette.middleware.cors import CORSMiddleware
+
+from tokenproxy import __version__
+from tokenproxy.app.services import fleet_of, lends_credentials, make_services
+from tokenproxy.base.http import Request, Response
+from tokenproxy.base.types import Scope
+from tokenproxy.engine.http import HttpEngine
+from tokenproxy.engine.monitored import MonitoredEngine
+from tokenproxy.fleet.fleet import Fleet
+from tokenproxy.fleet.membership import Membership, Resolve, resolve_host
+from tokenproxy.fleet.queue import Hold
+from tokenproxy.fleet.replica import RETRY_S, Replica
+from tokenproxy.fleet.routing import Routing
+from tokenproxy.fleet.tokenizers import Tokenizers
+from tokenproxy.monitoring.metrics import Metrics, measure_lag
+from tokenproxy.monitoring.middleware import Monitor, Observer
+from tokenproxy.monitoring.tracing import make_tracing
+from tokenproxy.record.encoders import EncoderPool
+from tokenproxy.settings import Settings
+from tokenproxy.settings.groups import proof_folder
+from tokenproxy.store.fleet_words import StoredWords
+from tokenproxy.turn.running import RunningRequests
+from tokenproxy.turn.services import Services
+from tokenproxy.web.auth import ApiKeys, NoKeys, is_loopback
+from tokenproxy.web.credentials import EngineCredentials, TenantOf, single_tenant, tenant_in_scope
+from tokenproxy.web.gate import Gate
+from tokenproxy.web.key_file import KeyFile
+from tokenproxy.web.mount import DirectRoutes, mount
+from tokenproxy.web.routes import all_routes
+
+
+@asynccontextmanager
+async def running(services: Services) -> AsyncIterator[Services]:
+    """Open the store and watch the engines; on exit, close the store, engines and encoder threads."""
+    async with AsyncExitStack() as stack:
+        # Closed in reverse order: a turn that is being recorded when the store closes may still need the
+        # threads
+        stack.push_async_callback(asyncio.to_thread, services.encoders.shutdown)
+        stack.push_async_callback(services.fleet.stop)
+        await services.history.open()
+        stack.push_async_callback(services.history.aclose)
+        stack.push_async_callback(services.fleet.weights.stop)  # it uses the store, and so do admin calls
+        stack.push_async_callback(services.admin_calls.stop)
+        services.history.tasks.run_forever(measure_lag(services.history.metrics))
+        services.fleet.start()
+        yield services
+
+
+def create_app(
+    settings: Settings,
+    requests: RunningRequests | None = None,
+    metrics: Metrics | None = None,
+    resolve: Resolve | None = None,
+    retry_s: float = RETRY_S,
+) -> FastAPI:
+    """Create the FastAPI application in front of the engines of `settings.upstreams`.
+
+    Args:
+        requests: counts the running requests, for a server that cuts them off when it stops.
+        metrics: the metrics of this process; None creates them.
+        resolve: finds the engines that a name among `settings.upstreams` stands for; None asks DNS.
+        retry_s: seconds until the next check of an engine that does not respond.
+    """
+    template = settings.chat_template.read_text() if settings.chat_template else None
+    key_file = KeyFile(settings.api_key_file) if settings.api_key_file else None
+    if metrics is None:
+        metrics = Metrics()
+        ProcessCollector(registry=metrics.registry)
+    observer = Observer(metrics, make_tracing())
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with (
+            aclosing(observer),
+            key_file.watched() if key_file else nullcontext(),
+        ):
+            fleet = Fleet(  # its membership adds the replicas
+                [],
+                replica_requests=settings.replica_requests,
+                watch_interval_s=settings.watch_interval_s,
+                weight_update_timeout_s=settings.weight_update_timeout_s,
+            )
+            services = make_services(settings, fleet, EncoderPool(), metrics, requests)
+            services.membership = membership = Membership(
+                fleet,
+                _replica_maker(settings, template, metrics, fleet.weights.hold, retry_s),
+                StoredWords(services.store, fleet_of(settings)),
+                settings.upstreams,
+                settings.upstreams_file,
+                settings.watch_interval_s,
+                resolve or resolve_host,
+            )
+            async with running(services), aclosing(credentials):
+                await membership.start()
+                app.state.services = services
+                try:
+                    yield
+                finally:
+                    await membership.stop()
+
+    app = FastAPI(title="tokenproxy", version=__version__, lifespan=lifespan, redirect_slashes=False)
+
+    def services_of(scope: Scope) -> Services:
+        services: Services = app.state.services
+        return services
+
+    async def send(request: Request) -> Response:
+        return await services_of({}).fleet.send_to_any(request, Routing())
+
+    async def lend(credential: tuple[bytes, bytes]) -> None:
+        await services_of({}).fleet.lend_credential(credential)
+
+    credentials = EngineCredentials(send, lend=lend)
+    endpoints = mount(app, services_of, _tenant_of(settings, credentials), observer, inside_vllm=False)
+    app.add_middleware(DirectRoutes, endpoints=endpoints)  # the innermost: it gets requests that were checked
+    _guard(app, settings, key_file)
+    # added last, so that it is the outermost: it also observes the requests that the others refuse
+    app.add_middleware(Monitor, observer=observer)
+    return app
+
+
+def _replica_maker(
+    settings: Settings, template: str | None, metrics: Metrics, hold: Hold, retry_s: float
+) -> Callable[[str], Replica]:
+    """A function that creates the replica of a base URL. All replicas share the tokenizers.
+
+    Args:
+        hold: time in which streams may pause for longer.
+    """
+    tokenizers = Tokenizers(
+        settings.tokenizer,
+        template,
+        settings.trust_remote_code,
+        proof_folder=proof_folder(),
+    )
+    key = settings.upstream_api_key.get_secret_value() if settings.upstream_api_key else None
+
+    def make_replica(url: str) -> Replica:
+        engine = HttpEngine(
+            url,
+            key,
+            idle_timeout_s=settings.idle_timeout_s or None,
+            held_seconds=hold.seconds,
+        )
+        monitored = MonitoredEngine(engine, metrics)
+        return Replica(monitored, tokenizers, metrics, settings.watch_interval_s, retry_s=retry_s)
+
+    return make_replica
+
+
+def _guard(app: FastAPI, settings: Settings, key_file: KeyFile | None) -> None:
+    """Add the middlewares; the one added last gets a request first."""
+    if settings.asks_for_keys:
+        keys, admin_keys = (
+            [key.get_secret_value() for key in group] for group in (settings.api_key, settings.admin_key)
+        )
+        app.add_middleware(
+            ApiKeys,
+            keys=keys,
+            admin_keys=admin_keys,
+            file=key_file,
+            metrics_need_key=settings.metrics_need_key,
+        )
+    else:
+        app.add_middleware(NoKeys, loopback=is_loopback(settings.host), cors_origins=settings.cors_origins)
+    app.add_middleware(Gate, routes=all_routes(), allowed_hosts=settings.allowed_hosts)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
+
+
+def _tenant_of(settings: Settings, credentials: EngineCredentials) -> TenantOf:
+    """Choose what verifies credentials: the proxy with its own keys, or the engine."""
+    if settings.asks_for_keys:
+        return tenant_in_scope
+    if lends_credentials(settings):
+        return single_tenant  # the engine sees the proxy's key only, from every client
+    return credentials.tenant_of

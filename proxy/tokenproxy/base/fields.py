@@ -1,0 +1,113 @@
+"""Parse JSON objects at their top level only, and join them again.
+
+A request may hold 100k ids in one field. Field values stay raw bytes: a route decodes only the fields that it
+needs, and the others are sent to the engine as they arrived.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from tokenproxy.base.errors import BadRequest
+from tokenproxy.base.types import Fields
+
+T = TypeVar("T")
+
+_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+NULL = b"null"
+
+
+def parse(body: bytes) -> Fields:
+    """The fields of a JSON object: `{"a": [1], "b": 2}` gives `a` as the bytes `[1]` and `b` as `2`.
+
+    Raises:
+        BadRequest: the body is not a JSON object; `param` is `body`.
+    """
+    try:
+        return _decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise BadRequest("the request body must be a JSON object", param="body") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"the request body is not valid JSON: {error}", param="body") from error
+
+
+def check_utf8(body: bytes) -> None:
+    """Check a body of which parts are read later: parsing checks only the texts that it decodes.
+
+    Raises:
+        BadRequest: the body is not UTF-8; `param` is `body`.
+    """
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"the request body is not UTF-8: {error}", param="body") from error
+
+
+def join(fields: Fields) -> bytes:
+    """Encode fields as one JSON object. Values are copied unchanged, and only once: they may be megabytes."""
+    parts: list[bytes | msgspec.Raw] = []
+    for name, value in fields.items():
+        parts += b",", msgspec.json.encode(name), b":", value
+    parts[:1] = [b"{"]
+    return b"".join([*parts, b"}"])
+
+
+def raw(value: object) -> msgspec.Raw:
+    """Encode a Python value as the value of a field."""
+    return msgspec.Raw(msgspec.json.encode(value))
+
+
+def is_null(value: msgspec.Raw) -> bool:
+    """Whether a value is null. The value, which may be large, is not copied."""
+    view = memoryview(value)
+    return view.nbytes == len(NULL) and view == NULL
+
+
+def raw_value(fields: Mapping[str, msgspec.Raw], name: str) -> bytes | None:
+    """The raw bytes of a field, or None if it is missing or null."""
+    value = fields.get(name)
+    if value is None:
+        return None
+    data = bytes(value)
+    return None if data == NULL else data
+
+
+def read(fields: Mapping[str, msgspec.Raw], name: str, kind: type[T]) -> T | None:
+    """Decode a field as a value of `kind`; None if it is missing or null.
+
+    Raises:
+        BadRequest: the value has another type; `param` is the field's name.
+    """
+    value = fields.get(name)
+    if value is None or is_null(value):
+        return None
+    try:
+        return msgspec.json.decode(value, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"`{name}`: {error}", param=name) from error
+
+
+def flag(fields: Fields, name: str) -> bool:
+    """Whether a field has a value that an engine reads as true."""
+    return raw_value(fields, name) not in (None, b"false", b"0")
+
+
+def stream_options(fields: Fields) -> Fields:
+    """The stream options of a request; empty if they are not an object, which the engine refuses."""
+    try:
+        return read(fields, "stream_options", Fields) or {}
+    except BadRequest:
+        return {}
+
+
+def read_messages(fields: Fields, name: str) -> list[dict[str, Any]] | None:
+    """Decode a field that holds a list of messages; None if it is missing or null.
+
+    Raises:
+        BadRequest: it is not a list of objects, or is empty; `param` is the field's name.
+    """
+    messages = read(fields, name, list[dict[str, Any]])
+    if messages is not None and not messages:
+        raise BadRequest(f"`{name}` must not be empty: send at least one message", param=name)
+    return messages

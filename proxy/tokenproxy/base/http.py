@@ -1,0 +1,134 @@
+"""HTTP messages as values: a request goes in, a response of byte chunks comes out.
+
+The same types serve both sides: what a client sent to the proxy, and what the proxy sends to an engine.
+"""
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+from urllib.parse import parse_qs, parse_qsl
+
+import msgspec
+
+from tokenproxy.base.types import Headers
+
+JSON_HEADERS: Headers = [(b"content-type", b"application/json")]
+
+
+@dataclass(slots=True)
+class Request:
+    """One HTTP request, its body read."""
+
+    method: str
+    path: str
+    """Percent-encoded as it arrived, with the query string."""
+    headers: Headers = field(default_factory=list)
+    body: bytes = b""
+    repeatable: bool = False
+    """Whether to send it again if the engine closes the connection before it responds."""
+    tenant: str = ""
+    """Digest of the request's credential after it was verified (`routes/credentials.py`). Empty where all
+    clients are one tenant, and for routes that need no tenant."""
+    fresh: bool = False
+    """Whether it must not use a pooled connection, which the engine may close at this moment: for a request
+    that is neither repeated nor allowed to fail for that reason."""
+    may_read: bool = True
+    """Whether its client has the scope `read` (`routes/scopes.py`); every client has if no keys are set."""
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    """What the template of its route matched in the path, decoded."""
+
+
+def query_values(request: Request, name: str) -> list[str]:
+    """All values of a parameter in the query."""
+    return parse_qs(request.path.partition("?")[2]).get(name, [])
+
+
+def query_pairs(request: Request) -> list[tuple[str, str]]:
+    """All parameters in the query with their values, also empty ones."""
+    return parse_qsl(request.path.partition("?")[2], keep_blank_values=True)
+
+
+def query_value(request: Request, name: str, default: str) -> str:
+    """The last value of a parameter in the query."""
+    return [default, *query_values(request, name)][-1]
+
+
+class Response(Protocol):
+    """One HTTP response. The receiver must `aclose` it; closing early aborts the engine's work."""
+
+    status: int
+    headers: Headers
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """The body's bytes as they arrive. Raises EngineBroken if the connection ends before the body."""
+        ...
+
+    async def read(self) -> bytes:
+        """The whole body. Raises EngineBroken if the connection ends before the body."""
+        ...
+
+    async def aclose(self) -> None:
+        """Give the connection back, or close it if the body was not read to its end."""
+        ...
+
+
+class BytesResponse:
+    """A response whose body is in memory."""
+
+    def __init__(self, status: int, headers: Headers, body: bytes) -> None:
+        self.status = status
+        self.headers = [pair for pair in headers if pair[0] != b"content-length"]
+        self.headers.append((b"content-length", b"%d" % len(body)))
+        self.body = body
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The body in one piece."""
+        yield self.body
+
+    async def read(self) -> bytes:
+        """The body."""
+        return self.body
+
+    async def aclose(self) -> None:
+        """Nothing to give back."""
+
+
+def json_response(value: object, status: int = 200, headers: Headers = JSON_HEADERS) -> BytesResponse:
+    """A response whose body is a value as JSON."""
+    return BytesResponse(status, headers, msgspec.json.encode(value))
+
+
+class StreamResponse:
+    """A response whose chunks are derived one by one from those of another response."""
+
+    def __init__(self, status: int, headers: Headers, chunks: AsyncIterator[bytes], source: Response) -> None:
+        self.status = status
+        self.headers = headers
+        self._chunks = chunks
+        self._source = source
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """The chunks, in order."""
+        return self._chunks
+
+    async def read(self) -> bytes:
+        """All chunks."""
+        return b"".join([chunk async for chunk in self._chunks])
+
+    async def aclose(self) -> None:
+        """Close the response that this one is derived from."""
+        await self._source.aclose()
+
+
+class KeptAlive:
+    """A stream of events into which an event is put whenever it was silent for a while."""
+
+    keep_alive: bytes
+    """The event."""
+    silence_s: float
+    """After how many seconds; clients give up after some minutes."""
+
+
+def is_event_stream(headers: Headers) -> bool:
+    """Whether a body is a stream of server-sent events."""
+    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)

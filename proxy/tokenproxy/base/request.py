@@ -1,0 +1,195 @@
+"""One request for a chat turn, parsed once from any wire format. Data only."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from tokenproxy.base.types import Headers
+
+
+@dataclass(frozen=True, slots=True)
+class Visible:
+    """The requested parts. The proxy itself always requests ids, log-probabilities and usage."""
+
+    ids: bool
+    logprobs: bool
+    usage: bool = False
+    """For a stream: whether its end reports the number of tokens."""
+    running_usage: bool = False
+    """For a stream: whether each chunk reports the number of tokens so far."""
+    reasoning: bool = True
+    """If false, `ids` and `logprobs` must be false too: they would reveal the reasoning."""
+
+    on_messages: bool = False
+    """Whether each message of a whole completion holds its ids and log-probabilities (NeMo-RL's contract)."""
+
+    @property
+    def everything(self) -> bool:
+        """Whether the client gets whole completions as the engine sent them."""
+        return self.ids and self.logprobs and self.reasoning
+
+    @property
+    def every_chunk(self) -> bool:
+        """Whether the client gets the chunks of a stream as the engine sent them."""
+        return self.everything and self.usage and self.running_usage
+
+
+EVERYTHING = Visible(ids=True, logprobs=True, usage=True, running_usage=True)
+"""For a response that is passed on as it is."""
+
+
+class ThinkingPolicy(StrEnum):
+    """What happens to the reasoning of earlier turns: values of the setting `thinking_policy`."""
+
+    KEEP = "keep"
+    """It stays in the prompt: all ids are only appended to."""
+    TEMPLATE = "template"
+    """Where the chat template leaves some of it out, the engine renders the prompt anew."""
+
+
+class EngineRoute(StrEnum):
+    """The engine's route that serves a request; its fields and its response have the format of this route."""
+
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+    GENERATE = "/inference/v1/generate"
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """The inputs of a rendering besides the messages."""
+
+    tools: bytes = b""
+    """The request's tools as JSON; empty if none."""
+    template_kwargs: bytes = b""
+    """JSON object with the template's arguments; empty if none."""
+    options: Mapping[str, bytes] = field(default_factory=dict)
+    """Other fields that an engine's rendering may print, as JSON: `tool_choice`, `response_format`, ..."""
+    add_generation_prompt: bool = True
+
+    def parse_tools(self) -> list[dict[str, Any]] | None:
+        """The tools; None if there are none."""
+        return msgspec.json.decode(self.tools, type=list[dict[str, Any]]) if self.tools else None
+
+    def parse_template_kwargs(self) -> dict[str, Any]:
+        """The template's arguments."""
+        return msgspec.json.decode(self.template_kwargs, type=dict[str, Any]) if self.template_kwargs else {}
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRef:
+    """The session that a request names."""
+
+    name: str
+    explicit: bool = True
+    """False if the proxy chose the name, for a conversation without a session, and told it to the client."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenIds:
+    """Prompt ids as a client sent them."""
+
+    field: str
+    """The client's name for the field, for error messages."""
+    raw: bytes
+    """The JSON array, checked."""
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequiredPrefix:
+    """Ids with which a rendered prompt must begin: prompt and completion of an assistant turn."""
+
+    field: str
+    """The client's name for the field, for error messages."""
+    raw: bytes
+    """The JSON array, as the client sent it."""
+    end: int | None = None
+    """Index of the message that the ids end with; None for the last assistant message."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetrySigns:
+    """The headers that show whether a request was sent before, and whether it may be sent again."""
+
+    idempotency_key: bytes = b""
+    retry_count: bytes = b""
+    """Value of `x-stainless-retry-count`, which the OpenAI SDKs send from the first attempt on."""
+    path: str = ""
+    body: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """One request for the next turn of a conversation."""
+
+    fields: Mapping[str, msgspec.Raw]
+    """The request for the engine: all fields but, of a chat completion, those that carry exact ids or
+    appended messages."""
+    headers: Headers
+    """For the engine."""
+    messages: bytes
+    """JSON array of messages; empty if there are none."""
+    rendering: Rendering
+    model: str | None
+    """The model that serves it; None for the engine's base model."""
+    tenant: str
+    session: SessionRef | None
+    visible: Visible
+    retry: RetrySigns
+    stream: bool = False
+    choices: int = 1
+    """The number of requested completions of each prompt."""
+    temperature: float | None = None
+    """None for the engine's default."""
+    given: GivenIds | None = None
+    """The exact prompt, on the token route."""
+    append: bytes | None = None
+    """JSON array of messages to append to the given ids."""
+    images: tuple[str, ...] | None = None
+    """The images of the given ids, in their order, as URLs or base64; None if the client named none."""
+    images_field: str = "images"
+    """The client's name for the field with `images`, for error messages."""
+    media: tuple[str, ...] = ()
+    """Next to given ids: those of `messages` and `append_messages` that hold images."""
+    required_prefix: RequiredPrefix | None = None
+    """Ids with which the rendered prompt must begin (NeMo-RL's contract)."""
+    token_route: bool = False
+    """Whether it arrived on the token route, where a history is never rendered."""
+    special: str = ""
+    """The `Reason` why the engine must render it even if its history was recorded; empty if none."""
+    tokens: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """What the client sent back unread with an assistant message, by the index of the message; see
+    `tokenproxy.record.echo`."""
+    echoed: Mapping[int, str] = field(default_factory=dict)
+    """The ids of the turns that these tokens name, after they were verified."""
+    thinking: ThinkingPolicy | None = None
+    """None for the server's default."""
+    findable: bool = True
+    """Whether other requests may find its turn by its text: its scope was read, and its prompt renders that
+    text."""
+    record: bool = True
+    engine_route: EngineRoute = EngineRoute.CHAT
+    prompts: tuple[GivenIds | None, ...] = ()
+    """The prompts of a request without messages (completions, generate); None for one that the engine
+    converts to ids."""
+    prompt_media: bool = False
+    """Whether `prompts` hold media."""
+    routed_experts_start: int = 0
+    """The number of prompt ids for which no routed experts are returned."""
+
+    requested_model: str = ""
+    """The client's name for `model` if that is another one (`model_aliases`); else empty."""
+
+    @property
+    def client_model(self) -> str | None:
+        """The model as the client named it."""
+        return self.requested_model or self.model
+
+    @property
+    def needs_token_in(self) -> bool:
+        """Whether only an engine that takes prompt ids can serve it."""
+        return self.given is not None or self.required_prefix is not None

@@ -1,0 +1,178 @@
+"""`tokenproxy demo`: start vLLM on this machine, hold one conversation over three routes, compare them."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from urllib.parse import quote
+
+from openai import OpenAI, OpenAIError
+
+from tokenproxy.demo import ConversationError, DemoError, EngineStartError
+from tokenproxy.demo.checkpoint import default_cache_dir, ensure_checkpoint
+from tokenproxy.demo.conversation import ChatRoute, StockRoute, TokenRoute, converse
+from tokenproxy.demo.progress import Progress, print_progress
+from tokenproxy.demo.stack import MODEL_NAME, EngineProcess
+from tokenproxy.demo.table import render, summary
+from tokenproxy.viewer.page import single_file
+from tokenproxy.viewer.served import ViewError, page_from_server
+
+_EXACT, _BROKEN, _NOT_RUN = 0, 1, 2
+
+_HOW_TO = """\
+from openai import OpenAI
+client = OpenAI(base_url="{url}/v1", api_key="none")
+messages = [{{"role": "user", "content": "What is the capital of France?"}}]
+body = {{"model": "{model}", "messages": messages, "temperature": 0}}
+turn = client.post("/chat/completions/tokens", body=body, cast_to=object)
+print(turn["prompt_token_ids"], turn["choices"][0]["token_ids"], turn["choices"][0]["message"]["content"])
+"""
+
+
+def run_demo(
+    host: str,
+    port: int,
+    serve: bool,
+    keep_log: Path | None,
+    api_server_count: int = 2,
+    url: str | None = None,
+) -> int:
+    """Start a server, show that its token route and chat route keep the ids exact, and stop it.
+
+    Results go to stdout, progress to stderr.
+
+    Args:
+        host: address that the engine listens on.
+        port: its port; 0 picks a free one.
+        serve: instead of the conversations, print how to use the server and run it until Ctrl-C.
+        keep_log: file to keep vLLM's log in; None deletes the log.
+        api_server_count: number of vLLM's API server processes.
+        url: use this running server, with or without `/v1`, instead of starting one.
+
+    Returns:
+        0 if every follow-up turn of both routes was exact; 1 if one was not; 2 if the server did not
+        start or respond; 130 if the demo was interrupted.
+    """
+    progress = print_progress
+    try:
+        with _sigterm_as_interrupt():
+            if url is not None:
+                if serve:
+                    raise DemoError(
+                        "--serve starts a server, --url uses a running one: pass only one of them"
+                    )
+                return _compare(url.rstrip("/").removesuffix("/v1"), progress, keeps_running=True)
+            with EngineProcess(
+                ensure_checkpoint(progress=progress),
+                host=host,
+                port=port,
+                api_server_count=api_server_count,
+                log_file=keep_log,
+            ) as engine:
+                engine.wait_ready(progress=progress)
+                if serve:
+                    return _serve(engine, progress)
+                return _compare(engine.url, progress, keeps_running=False)
+    except DemoError as error:
+        progress(f"tokenproxy demo: {error}")
+        if isinstance(error, EngineStartError) and keep_log is None:
+            progress("to keep the whole log of vLLM, pass --log FILE")
+        return _NOT_RUN
+    except KeyboardInterrupt:
+        progress("interrupted")
+        return 130
+
+
+def _compare(url: str, progress: Progress, *, keeps_running: bool) -> int:
+    """Hold the conversations and print the table.
+
+    Args:
+        keeps_running: whether the server runs on after the demo.
+
+    Raises:
+        ConversationError: the server does not respond, or does not have the routes.
+    """
+    # The engine reads the same variable, and then requires the key from its clients.
+    key = os.environ.get("VLLM_API_KEY") or "none"
+    client = OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+    model = _served_model(client, url)
+    started = time.monotonic()
+    tokens = converse(TokenRoute(client), model, progress=progress)
+    chat = converse(ChatRoute(client), model, progress=progress)
+    stock = converse(StockRoute(client), model, progress=progress)
+    print(render(chat, stock))
+    print(summary(tokens))
+    progress(f"the three conversations took {time.monotonic() - started:.0f} s")
+    sessions = [found.session for found in (tokens, chat, stock) if found.session is not None]
+    _show_rollouts(url, key, sessions, keeps_running, progress)
+    return _EXACT if all(result.exact == result.follow_ups for result in (tokens, chat)) else _BROKEN
+
+
+def _show_rollouts(
+    url: str, key: str, sessions: Sequence[str], keeps_running: bool, progress: Progress
+) -> None:
+    """Print where to look at the conversations side by side."""
+    if not sessions:
+        return
+    try:
+        page = f"{url}/viewer" if keeps_running else _write_page(url, key, sessions)
+    except (ViewError, OSError) as error:
+        progress(f"the rollouts cannot be shown: {error}")
+        return
+    compared = "/".join(f"{quote(session)}/-" for session in sessions)
+    print(f"\ntoken by token, side by side: {page}#/compare/{compared}")
+
+
+def _write_page(url: str, key: str, sessions: Sequence[str]) -> str:
+    """Write a page with sessions of a running server; returns the address of the file.
+
+    Raises:
+        ViewError: the server does not show them.
+        OSError: the file cannot be written.
+    """
+    file = default_cache_dir() / "demo-rollouts.html"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(single_file(page_from_server(url, key, sessions)))
+    return file.resolve().as_uri()
+
+
+def _served_model(client: OpenAI, url: str) -> str:
+    try:
+        models = client.models.list().data
+    except OpenAIError as error:
+        raise ConversationError(
+            f"no OpenAI server responds at {url}: start one, or omit --url ({error})"
+        ) from error
+    if not models:
+        raise ConversationError(f"the server at {url} lists no model: start it with one")
+    return models[0].id
+
+
+def _serve(engine: EngineProcess, progress: Progress) -> int:
+    print(f"serving {MODEL_NAME} at {engine.url}/v1 until Ctrl-C; from Python:\n")
+    print(_HOW_TO.format(url=engine.url, model=MODEL_NAME))
+    print(f"the recorded rollouts: {engine.url}/viewer", flush=True)
+    try:
+        while True:
+            engine.check_alive()
+            time.sleep(1.0)
+    except KeyboardInterrupt:
+        progress("stopping")
+    return _EXACT
+
+
+@contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """Treat SIGTERM as Ctrl-C in the `with` block, so that a cancelled job stops its engine."""
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

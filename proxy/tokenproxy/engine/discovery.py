@@ -1,0 +1,223 @@
+"""Discover what an engine supports by sending it small requests."""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+import msgspec
+
+from tokenproxy.base.errors import EngineBroken, EngineUnavailable, Unsupported
+from tokenproxy.base.http import Request
+from tokenproxy.engine.generate import DERENDER_PATH, GENERATE_PATH, RENDER_PATH, GenerateTokenIn
+from tokenproxy.engine.images import EngineImages, find_images
+from tokenproxy.engine.protocol import Engine, examine, fetch
+from tokenproxy.engine.token_in import CHAT_PATH, ChatTokenIn, TokenIn, json_request
+
+log = logging.getLogger("tokenproxy")
+
+_PROBE_IDS = [1, 0, 1, 1, 0]
+"""Ids that every vocabulary has, in an order that no chat template renders."""
+
+_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+_PRINTABLE: tuple[tuple[str, object], ...] = (
+    ("tool_choice", "auto"),
+    ("tool_choice", "required"),
+    ("response_format", {"type": "json_object"}),
+)
+"""Chat request fields, with a value each, that some of vLLM's renderers and flags render into the prompt."""
+
+NO_TOKEN_IN = (
+    "this engine does not accept prompt ids: upgrade vLLM to a version whose /v1/chat/completions accepts "
+    "`kv_transfer_params.prompt_token_ids`, or start it with --enable-scale-out"
+)
+
+
+class CredentialRequired(EngineUnavailable):
+    """The engine refuses discovery requests without an accepted API key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The model an engine serves, as `/v1/models` lists it."""
+
+    name: str
+    root: str
+    """Folder or hub name that the engine loaded."""
+    max_model_len: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine supports."""
+
+    version: str
+    model: Model | None
+    """The base model; None if the engine lists none."""
+    models: tuple[str, ...]
+    """Names of all served models, including LoRA adapters."""
+    token_in: TokenIn | None
+    """How to send it an exact prompt; None if it does not accept one."""
+    rendered_fields: frozenset[str] = frozenset()
+    """Request fields that change its rendered prompt, besides messages, tools and template arguments."""
+    logprobs_mode: str = ""
+    """Its `--logprobs-mode`; empty if unknown."""
+    images: EngineImages | None = None
+    """How to send it images with exact ids; None if it takes none."""
+
+    def require_token_in(self) -> TokenIn:
+        """How to send the engine an exact prompt.
+
+        Raises:
+            Unsupported: the engine accepts no exact prompts; the message names what to upgrade or enable.
+        """
+        if self.token_in is None:
+            raise Unsupported(NO_TOKEN_IN, param="prompt_ids", code="no_token_in")
+        return self.token_in
+
+    def require_images(self) -> EngineImages:
+        """How to send the engine images with exact ids.
+
+        Raises:
+            Unsupported: it takes none.
+        """
+        if self.images is None:
+            raise Unsupported("this engine takes no images together with prompt ids", code="no_images")
+        return self.images
+
+
+async def discover(engine: Engine) -> Capabilities:
+    """Discover an engine's version, models and how to send it an exact prompt.
+
+    Raises:
+        ApiError: the engine does not respond.
+    """
+    models = await list_models(engine)
+    token_in: TokenIn | None = None
+    if await _takes_ids_in_chat(engine):
+        token_in = ChatTokenIn()
+    elif await _takes_ids_in_generate(engine):
+        token_in = GenerateTokenIn()
+    names = tuple(model.name for model in models)
+    version, rendered_fields, mode, images = await asyncio.gather(
+        _version(engine), find_rendered_fields(engine), _logprobs_mode(engine), find_images(engine)
+    )
+    return Capabilities(
+        version, models[0] if models else None, names, token_in, rendered_fields, mode, images
+    )
+
+
+async def list_models(engine: Engine) -> list[Model]:
+    """The models an engine serves, base model first.
+
+    Raises:
+        CredentialRequired: the engine refuses the API key, or the lack of one.
+        ApiError: the engine does not respond.
+    """
+    status, body = await examine(engine, Request("GET", "/v1/models"))
+    if status in (401, 403):
+        raise CredentialRequired(
+            f"{engine.name} requires an API key: set `upstream_api_key`, or send requests with a valid key"
+        )
+    data = _json(body).get("data") if status == 200 else None
+    entries = (
+        [entry for entry in data if isinstance(entry, dict) and "id" in entry]
+        if isinstance(data, list)
+        else []
+    )
+    # a LoRA adapter has its base model as parent
+    entries.sort(key=lambda entry: entry.get("parent") is not None)
+    return [
+        Model(
+            str(entry["id"]),
+            str(entry.get("root") or entry["id"]),
+            length if isinstance(length := entry.get("max_model_len"), int) else None,
+        )
+        for entry in entries
+    ]
+
+
+async def _version(engine: Engine) -> str:
+    _, body = await fetch(engine, Request("GET", "/version"))
+    return str(_json(body).get("version", "unknown"))
+
+
+async def find_rendered_fields(engine: Engine) -> frozenset[str]:
+    """Find which fields of `_PRINTABLE` change the prompt that the engine renders.
+
+    Sends one-token requests that differ in one field and compares their prompts. A field that the engine
+    refuses cannot be in a prompt.
+
+    Raises:
+        ApiError: the engine does not respond.
+    """
+    baseline = await _prompt_ids(engine, {})
+    if baseline is None:
+        return frozenset()
+    names = [name for name, _ in _PRINTABLE]
+    prompts = await asyncio.gather(*(_prompt_ids(engine, {name: value}) for name, value in _PRINTABLE))
+    pairs = zip(names, prompts, strict=True)
+    return frozenset(name for name, prompt in pairs if prompt not in (None, baseline))
+
+
+async def _prompt_ids(engine: Engine, fields: dict[str, object]) -> object:
+    """The prompt ids of a one-token chat request with a tool; None if the engine refuses it."""
+    request = {
+        "messages": [{"role": "user", "content": "."}],
+        "tools": [_TOOL],
+        "tool_choice": "none",
+        "max_tokens": 1,
+        "return_token_ids": True,
+        **fields,
+    }
+    status, body = await examine(engine, json_request(CHAT_PATH, request))
+    return _json(body).get("prompt_token_ids") if status == 200 else None
+
+
+async def _logprobs_mode(engine: Engine) -> str:
+    """The engine's `--logprobs-mode`; empty unless it runs with VLLM_SERVER_DEV_MODE=1, which exposes it."""
+    status, body = await examine(engine, Request("GET", "/server_info?config_format=json"))
+    config = _json(body).get("vllm_config") if status == 200 else None
+    model = config.get("model_config") if isinstance(config, dict) else None
+    mode = model.get("logprobs_mode") if isinstance(model, dict) else None
+    return mode if isinstance(mode, str) else ""
+
+
+async def _takes_ids_in_chat(engine: Engine) -> bool:
+    """Whether the chat route uses given ids as its prompt: it returns ids that no chat template renders."""
+    request = {
+        "messages": [{"role": "user", "content": "."}],
+        "kv_transfer_params": {"prompt_token_ids": _PROBE_IDS},
+        "max_tokens": 1,
+        "return_token_ids": True,
+    }
+    status, body = await examine(engine, json_request(CHAT_PATH, request))
+    if status == 500:
+        raise EngineBroken(f"{engine.name} returned status 500 for {CHAT_PATH}; retrying later")
+    return status == 200 and _json(body).get("prompt_token_ids") == _PROBE_IDS
+
+
+async def _takes_ids_in_generate(engine: Engine) -> bool:
+    """Whether the render, generate and derender routes all respond with status 200."""
+    chat = {"messages": [{"role": "user", "content": "."}], "max_tokens": 1}
+    status, _ = await examine(engine, json_request(RENDER_PATH, chat))
+    if status != 200:
+        return False
+    generate_request = {"token_ids": _PROBE_IDS, "sampling_params": {"max_tokens": 1}}
+    status, generated = await examine(engine, json_request(GENERATE_PATH, generate_request))
+    if status != 200:
+        return False
+    derender_request = {
+        "generate_response": msgspec.Raw(generated),
+        "chat_request": chat,
+        "prompt_token_ids": _PROBE_IDS,
+    }
+    status, _ = await examine(engine, json_request(DERENDER_PATH, derender_request))
+    return status == 200
+
+
+def _json(body: bytes) -> dict[str, object]:
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,223 @@
+"""An engine that is reached over HTTP: any vLLM server.
+
+A pooled connection may be closed by the engine while a request is being sent over it: if it ends at once and
+before the first byte of the response, a repeatable request is sent once more, on a new connection.
+
+A restart of the engine ends all its connections. So before the first POST over each new connection, a
+callback verifies that the engine still serves the same model: see `HttpEngine.verify`.
+"""
+
+import time
+from collections.abc import AsyncIterator, Callable
+
+from yarl import URL
+
+from tokenproxy.base.errors import BadRequest, EngineBroken, EngineTimeout, EngineUnavailable
+from tokenproxy.base.http import Request, Response, is_event_stream
+from tokenproxy.base.types import Headers
+from tokenproxy.base.urls import normalise_base_url, url_credentials, without_credentials
+from tokenproxy.engine.connection import BrokenOff, Connection, Disconnected
+from tokenproxy.engine.pool import CONNECT_TIMEOUT_S, ConnectionPool, Verify
+from tokenproxy.engine.read_limit import ReadLimit
+
+_STREAM_PIECE_BYTES = 64 * 1024
+_BODY_PIECE_BYTES = 2**30
+_HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+_NOT_SENT = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+_STALE_S = 1.0
+"""Seconds within which a request over a connection that was closed before it fails."""
+# the proxy's uvicorn adds its own `date` and `server`
+_NOT_RETURNED = _HOP_BY_HOP | {b"date", b"server"}
+_SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+"""Methods that change nothing, so that their requests can be sent again."""
+_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
+
+
+class HttpEngine:
+    """One vLLM server. `base_url` is its root, with or without `/v1` and a trailing slash."""
+
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str | None = None,
+        *,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        idle_timeout_s: float | None = None,
+        held_seconds: Callable[[], float] = lambda: 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """A user and password in `base_url` are sent as Basic credentials, in place of `api_key`.
+
+        They are never part of `name`, which is in logs, errors, metrics and `/ready`.
+
+        Args:
+            connect_timeout_s: how long a connection may take to open.
+            idle_timeout_s: how long a stream may pause; None for no limit.
+            held_seconds: returns how long engines were paused until now. A pause starts the time anew.
+            clock: the time that the event loop's own waits follow.
+        """
+        self._clock = clock
+        self._held_seconds = held_seconds
+        self.name = without_credentials(normalise_base_url(base_url))
+        url = URL(self.name)
+        self._pool = ConnectionPool(url, self.name, connect_timeout_s)
+        self._idle_timeout_s = idle_timeout_s
+        self._path = url.raw_path.rstrip("/")
+        self._host = url.raw_authority.encode()
+        authorization = url_credentials(base_url) or (f"Bearer {api_key}" if api_key else None)
+        self._authorization = authorization.encode() if authorization else None
+
+    async def send(self, request: Request) -> Response:
+        """See `Engine.send`.
+
+        Raises:
+            BadRequest: a header or the path holds a line break.
+        """
+        head = self._head(request)
+        connection = await self._pool.get(request.method, fresh=request.fresh)
+        began = self._clock()
+        try:
+            return await self._send(connection, request, head)
+        except Disconnected:
+            closed = EngineBroken(f"{self.name} closed the connection before it responded")
+            # a connection that the engine closed while it was idle breaks at once
+            stale = connection.reused and self._clock() - began < _STALE_S
+            if not (request.repeatable or request.method in _SAFE) or not stale:
+                raise closed from None
+        try:
+            # the engine may have closed all idle connections
+            return await self._send(await self._pool.get(request.method, fresh=True), request, head)
+        except (Disconnected, EngineUnavailable, EngineTimeout):
+            # the engine may have received the first attempt, so this is not EngineUnavailable
+            raise closed from None
+
+    async def _send(self, connection: Connection, request: Request, head: bytes) -> "HttpResponse":
+        """One attempt. Raises Disconnected, EngineBroken."""
+        try:
+            await connection.send(request.method, head, request.body)
+        except BrokenOff as error:
+            connection.abort()
+            raise EngineBroken(f"{self.name}: {error}") from error
+        except BaseException:  # cancellation too: the response of this request must not reach the next one
+            connection.abort()
+            raise
+        return HttpResponse(
+            connection, self._pool, self.name, self._idle_timeout_s, self._held_seconds, self._clock
+        )
+
+    def _head(self, request: Request) -> bytes:
+        """The request line and the headers."""
+        lines = [f"{request.method} {self._path}{request.path} HTTP/1.1".encode("latin-1")]
+        lines.append(b"host: " + self._host)
+        own = self._authorization
+        for name, value in request.headers:
+            if name not in _NOT_SENT and (own is None or name != b"authorization"):
+                lines.append(b"%b: %b" % (name, value))
+        if own is not None:
+            lines.append(b"authorization: " + own)
+        if request.body or request.method in _WITH_BODY:
+            lines.append(b"content-length: %d" % len(request.body))
+        head = b"\r\n".join(lines)
+        if head.count(b"\n") != len(lines) - 1 or head.count(b"\r") != len(lines) - 1:
+            raise BadRequest("a header or the path holds a line break", param="headers")
+        return head + b"\r\n\r\n"
+
+    def verify(self, verify: Verify | None) -> None:
+        """Set the callback before the first POST over each new connection; it raises to stop the request.
+
+        None while discovery runs: it verifies the engine itself.
+        """
+        self._pool.verify = verify
+
+    async def aclose(self) -> None:
+        """Close the idle connections."""
+        self._pool.close()
+
+
+class HttpResponse:
+    """A response that is read from the socket as the caller consumes it."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        pool: ConnectionPool,
+        name: str,
+        idle_timeout_s: float | None = None,
+        held_seconds: Callable[[], float] = lambda: 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._held_seconds = held_seconds
+        self._held_s = held_seconds()
+        self.status = connection.status
+        self.headers: Headers = [pair for pair in connection.headers if pair[0] not in _NOT_RETURNED]
+        self._connection: Connection | None = connection
+        self._pool = pool
+        self._name = name
+        self._idle_timeout_s = idle_timeout_s
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The body's bytes as they arrive.
+
+        Raises:
+            EngineBroken: the connection broke.
+            EngineTimeout: the stream pauses for too long, or its bytes arrive too slowly.
+        """
+        connection = self._connection
+        if connection is None:
+            return
+        stream = is_event_stream(self.headers)
+        # small pieces, because several steps each hold one while the client does not read
+        piece_bytes = _STREAM_PIECE_BYTES if stream else _BODY_PIECE_BYTES
+        limit, waited_s = ReadLimit(stream, self._idle_timeout_s), 0.0
+        try:
+            while True:
+                chunk = connection.take(piece_bytes)
+                if chunk is None:
+                    began = self._clock()
+                    left_s = limit.seconds()
+                    try:
+                        await connection.wait(None if left_s is None else max(0.0, left_s - waited_s))
+                    except TimeoutError:
+                        if not self._was_paused():
+                            raise
+                        waited_s = 0.0
+                        continue
+                    waited_s += self._clock() - began
+                    continue
+                if not chunk:
+                    return
+                limit.received(chunk, waited_s)
+                waited_s = 0.0
+                yield chunk
+        except TimeoutError as error:
+            raise EngineTimeout(f"{self._name} sends its response too slowly", received=True) from error
+        except BrokenOff as error:
+            raise EngineBroken(f"{self._name} broke off in the middle of its response") from error
+
+    def _was_paused(self) -> bool:
+        """Whether the engine is paused, or was since the last call: then its silence proves nothing."""
+        held_s, self._held_s = self._held_s, self._held_seconds()
+        return self._held_s > held_s
+
+    async def read(self) -> bytes:
+        """The whole body. Raises as `chunks`."""
+        return b"".join([chunk async for chunk in self.chunks()])
+
+    async def aclose(self) -> None:
+        """After the whole body return the connection to the pool, else close it: vLLM then aborts."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._pool.give_back(connection)

@@ -1,0 +1,153 @@
+"""The ways ("spellings") to send an engine the exact prompt of a chat completion, one class each.
+
+Which one works depends on the version of vLLM and on its flags. `tokenproxy.engine.discovery` tries them on
+the server instead of comparing version numbers.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import msgspec
+
+from tokenproxy.base.errors import error_body
+from tokenproxy.base.fields import join, raw, read
+from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response
+from tokenproxy.base.images import Image
+from tokenproxy.base.types import Fields, Headers
+from tokenproxy.engine.protocol import Engine
+
+CHAT_PATH = "/v1/chat/completions"
+_PLACEHOLDER_MESSAGES = msgspec.Raw(b'[{"role":"user","content":""}]')
+"""Sent if the client gave no messages: the chat route requires some, but with ids it does not render them."""
+
+_ID_PARAMS = ("kv_transfer_params.prompt_token_ids", "token_ids", "prompt_token_ids")
+_ID_SPELLINGS = ("kv_transfer_params['prompt_token_ids']", *_ID_PARAMS)
+_PARAMETER_SUFFIX = re.compile(r" \(parameter=[\w.]+(, value=[^)]*)?\)$")
+
+
+@dataclass(slots=True)
+class TokenRequest:
+    """A chat completion whose prompt is ids."""
+
+    prompt_ids: bytes
+    """The prompt as a validated JSON array of ids, for example `b"[1, 74, 75]"`."""
+    fields: Fields
+    """All other fields of the chat completion, as the client sent them."""
+    headers: Headers
+    field: str = "prompt_ids"
+    """The client's name for the field with the ids; error messages use it."""
+    single_ids: bytes = b""
+    """The prompt with a single placeholder for each image; empty if it has no images."""
+    images: Sequence[Image] = ()
+    """The images of the prompt, in its order. Only the generate route takes them."""
+
+
+class TokenIn(Protocol):
+    """One way to send an engine an exact prompt."""
+
+    name: ClassVar[str]
+
+    def supports(self, fields: Mapping[str, msgspec.Raw]) -> bool:
+        """Whether a chat completion with these fields can be served exactly."""
+        ...
+
+    async def complete(self, engine: Engine, request: TokenRequest) -> Response:
+        """Run the completion; returns a chat completion, its stream of chunks, or an error response.
+
+        Raises:
+            BadRequest: a field of the request cannot be served exactly; see `supports`.
+        """
+        ...
+
+
+class ChatTokenIn:
+    """vLLM's chat route, with the ids in `kv_transfer_params.prompt_token_ids` (vllm#48145).
+
+    The engine skips rendering but still parses tool calls and reasoning, so its responses need no change.
+    """
+
+    name: ClassVar[str] = "chat"
+
+    def supports(self, fields: Mapping[str, msgspec.Raw]) -> bool:
+        """See `TokenIn.supports`: always True."""
+        return True
+
+    async def complete(self, engine: Engine, request: TokenRequest) -> Response:
+        """See `TokenIn.complete`."""
+        body = chat_body(request)
+        chat_request = Request("POST", CHAT_PATH, request.headers, body, repeatable=True)
+        return await rename_errors(await engine.send(chat_request), request.field)
+
+
+def chat_body(request: TokenRequest) -> bytes:
+    """The chat request with the ids in `kv_transfer_params`, next to the client's transfer parameters."""
+    fields = dict(request.fields)
+    transfer = read(fields, "kv_transfer_params", Fields) or {}
+    fields.setdefault("messages", _PLACEHOLDER_MESSAGES)
+    transfer["prompt_token_ids"] = msgspec.Raw(request.prompt_ids)
+    fields["kv_transfer_params"] = msgspec.Raw(join(transfer))
+    return join(fields)
+
+
+async def rename_errors(response: Response, field: str) -> Response:
+    """Return the response. An error about the ids names the client's field instead of the engine's."""
+    if response.status < 400:
+        return response
+    try:
+        body = await response.read()
+    finally:
+        await response.aclose()
+    return BytesResponse(
+        response.status, error_headers(response.headers), rename_param(body, response.status, field)
+    )
+
+
+def error_headers(headers: Headers) -> Headers:
+    """The headers that stay valid after the body was replaced by other JSON."""
+    return [
+        pair for pair in headers if pair[0] not in (b"content-length", b"content-encoding", b"content-type")
+    ] + [(b"content-type", b"application/json")]
+
+
+def rename_param(body: bytes, status: int, field: str) -> bytes:
+    """Rewrite an engine's error object so that it names the client's field.
+
+    With `field="tokens"`, the message "token_ids must not be odd" becomes "tokens must not be odd", `param`
+    becomes "tokens". A body that is not an error object becomes the message of one.
+    """
+    try:
+        error = msgspec.json.decode(body)["error"]
+        message = str(error["message"] or error) if isinstance(error, dict) else str(error)
+        kind = error.get("type") or "BadRequestError" if isinstance(error, dict) else "BadRequestError"
+        param = error.get("param") if isinstance(error, dict) else None
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
+        text = body.decode("utf-8", "replace")[:500]
+        return error_body(f"the engine returned status {status}: {text}", "BadGatewayError", None, status)
+    param = param.removeprefix("body.") if isinstance(param, str) else None
+    message = _PARAMETER_SUFFIX.sub("", message)
+    if param in _ID_PARAMS:
+        for name in _ID_SPELLINGS:
+            message = message.replace(name, field)
+        param = field
+    elif "maximum model length" in message:
+        # clients look for the chat route's "maximum context length"; the generate route words it differently
+        message, param = f"the prompt exceeds the model's maximum context length: {message}", field
+    elif param in (None, "input_tokens"):
+        param = _param_from(message, status, field)
+    return error_body(message, kind, param, status)
+
+
+def _param_from(message: str, status: int, field: str) -> str | None:
+    """The field that an error message is about, if the engine named none."""
+    if "context length" in message or "out of vocabulary" in message or "prompt contains" in message:
+        return field
+    if status == 404 and "model" in message:
+        return "model"
+    return None
+
+
+def json_request(path: str, value: object) -> Request:
+    """A POST request with a JSON body that the proxy sends on its own behalf, not for a client."""
+    return Request("POST", path, list(JSON_HEADERS), bytes(raw(value)), repeatable=True)

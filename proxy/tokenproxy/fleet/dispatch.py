@@ -1,0 +1,299 @@
+"""One request on its way to a replica, and to another one where that is safe.
+
+1. A replica that accepts no connection costs nothing: the next one gets the request.
+2. The beginning of the answer is read before anything is sent to the client: the first event of a stream,
+   the whole of another completion. After a failure until then the request runs at most once more.
+3. A request under which an engine died runs once more only if others ran there too: see `Suspects`.
+"""
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tokenproxy.base.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable
+from tokenproxy.base.http import BytesResponse, Response, is_event_stream
+from tokenproxy.engine.sse import whole_events
+from tokenproxy.fleet.load import Lease
+from tokenproxy.fleet.replica import Replica
+from tokenproxy.fleet.routing import Routing
+
+if TYPE_CHECKING:
+    from tokenproxy.fleet.fleet import Fleet
+
+Work = Callable[[Replica], Awaitable[Response]]
+Place = tuple[Replica, Lease]
+"""A replica on which a request counts as running."""
+
+REFUSED_S = 60.0
+"""How long a request equal to one that ended an engine is refused."""
+_REMEMBERED_DEATHS = 4096
+_JSON = b"application/json"
+_ERROR_EVENT = re.compile(rb'(?:event: ?error\r?\n)?data: ?(\{"error".*\})\r?\n\r?\n')
+_COMPLETION_TOKENS = re.compile(rb'"completion_tokens": ?(\d{1,9})')
+_TAIL = 4096
+"""Bytes at the end of a body in which its usage is looked for."""
+_BAD_STATUSES = frozenset({500, 502, 503, 504})
+"""Answers that another replica may do better."""
+
+
+@dataclass(slots=True)
+class Suspects:
+    """Requests under which engines died: one that kills engines must not kill the whole fleet.
+
+    Nothing tells which of the requests that ran on an engine ended it, or whether one of them did. One that
+    ran alone is the suspect; of several each may run once more, and one that sees a second engine die is the
+    suspect then. A suspect is refused for a while, also where its client sends it again.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    deaths: dict[bytes, tuple[int, object, float]] = field(default_factory=dict)
+    """By digests of the requests: how many engines died, which one last, and when."""
+
+    def engine_died(self, digest: bytes, death: object, *, alone: bool) -> bool:
+        """An engine died under a request; returns whether the request may run once more.
+
+        Args:
+            death: which death it was: equal requests that ran on the engine at once see it only once.
+        """
+        now = self.clock()
+        if len(self.deaths) > _REMEMBERED_DEATHS:
+            self.deaths = {key: each for key, each in self.deaths.items() if now - each[2] < REFUSED_S}
+        count, last, at = self.deaths.get(digest, (0, None, now))
+        if now - at >= REFUSED_S:
+            count, last = 0, None
+        if last != death:
+            count += 2 if alone else 1
+        self.deaths[digest] = count, death, now
+        return count < 2
+
+    def refuses(self, digest: bytes) -> bool:
+        """Whether an equal request ended an engine a short while ago."""
+        count, _, at = self.deaths.get(digest, (0, None, 0.0))
+        return count >= 2 and self.clock() - at < REFUSED_S
+
+
+class Dispatch:
+    """Sends one request."""
+
+    def __init__(self, fleet: "Fleet", routing: Routing, work: Work) -> None:
+        self.fleet = fleet
+        self.routing = routing
+        self._work = work
+        self._holder = fleet.prefix_caches.holder(routing)
+        self._may_rerun = routing.repeatable
+
+    async def run(self) -> Response:
+        """The response of the first replica that does well; its beginning was read.
+
+        Raises: as `Fleet.send`.
+        """
+        fleet, routing = self.fleet, self.routing
+        suspects, digest = fleet.suspects, routing.digest
+        if digest is not None and suspects.deaths and suspects.refuses(digest()):
+            raise EngineBroken(
+                "an engine died under an equal request a short while ago: it is not run again for a minute",
+                code="engine_died",
+            )
+        error: ApiError | None = None
+        bad: tuple[Replica, Response] | None = None
+        tried: list[Replica] = []
+        place: Place | None = await fleet.place(routing)
+        while place is not None:
+            replica, lease = place
+            tried.append(replica)
+            try:
+                response = await self._attempt(replica, lease)
+            except EngineUnavailable as problem:
+                replica.mark_down(problem)
+                error = problem if not isinstance(error, EngineTimeout) else error
+            except EngineTimeout as problem:
+                fleet.failed(replica, problem)
+                error = problem
+                if problem.received and not self._rerun():
+                    raise
+            except EngineBroken as problem:
+                error = problem
+                if not await self.survived(replica, problem) or not self._rerun():
+                    raise
+            else:
+                if response.status not in _BAD_STATUSES:
+                    if bad is not None:
+                        fleet.failed(bad[0], EngineBroken(f"{bad[0].name} answered {bad[1].status}"))
+                    return response
+                if not await self.survived(replica) or bad is not None or not self._rerun():
+                    return response
+                bad = replica, response
+            place = fleet.next_place(routing, tried)
+        if bad is not None:
+            return bad[1]
+        raise fleet.nothing_responds() if error is None or isinstance(error, EngineUnavailable) else error
+
+    async def _attempt(self, replica: Replica, lease: Lease) -> Response:
+        """The response of one replica, its beginning read; it counts as running until it is closed."""
+        routing = self.routing
+        lease.to_read = routing.ids - (routing.reused if replica.name == self._holder else 0)
+        lease.last_try = not self._may_rerun
+        run = _Run(self, replica, lease)
+        response: Response | None = None
+        try:
+            async with asyncio.timeout(None) as lease.deadline:
+                response = await self._work(replica)
+                begun = await run.begun(response)
+        except BaseException as error:  # cancellation too: the request no longer counts as load
+            if isinstance(error, EngineBroken):
+                replica.note_break()
+            run.end()
+            if response is not None:
+                await response.aclose()
+            if isinstance(error, TimeoutError):
+                raise EngineTimeout(f"{replica.name} did not respond in time", received=True) from error
+            raise
+        replica.load.answered(lease)
+        if isinstance(begun, BytesResponse):
+            if begun.status in _BAD_STATUSES:
+                replica.note_break()  # its engine may be dying: see `survived`
+            else:
+                replica.breaker.succeeded()
+            if begun.status < 400:
+                run.completed(completion_ids(begun.body) or 0)
+            run.end()
+        elif replica.breaker.on_trial:
+            replica.breaker.succeeded()
+        return begun
+
+    def _rerun(self) -> bool:
+        """Whether the request may run once more; the second time it may not."""
+        allowed, self._may_rerun = self._may_rerun, False
+        return allowed
+
+    async def survived(self, replica: Replica, problem: EngineBroken | None = None) -> bool:
+        """Whether the request may run again after it failed on a replica.
+
+        Args:
+            problem: what counts against the replica, if its engine still responds.
+        """
+        if await replica.confirm():
+            if problem is not None:
+                self.fleet.failed(replica, problem)
+            return True
+        if self.routing.digest is None:
+            return True
+        death, alone = (replica.name, replica.breaks), replica.broken_requests == 1
+        return self.fleet.suspects.engine_died(self.routing.digest(), death, alone=alone)
+
+
+def completion_ids(body: bytes) -> int | None:
+    """How many ids were sampled, as the usage of a completion or of a stream's last chunks tells; a guess."""
+    found = _COMPLETION_TOKENS.findall(body, max(0, len(body) - _TAIL))
+    return int(found[-1]) if found else None
+
+
+class _Run:
+    """A request that counts as running on a replica until it is closed; the response, if that is a stream."""
+
+    def __init__(self, dispatch: Dispatch, replica: Replica, lease: Lease) -> None:
+        self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
+        self._dispatch = dispatch
+        self._fleet = dispatch.fleet
+        self._replica = replica
+        self._lease = lease
+        # one that belongs to no conversation counts as one of its own while it runs
+        self._conversation = dispatch.routing.conversation or f"request/{id(lease)}"
+        self._fleet.conversations.begin(self._conversation, replica.name, lease.ids)
+        self._response: Response | None = None
+        self._chunks: AsyncIterator[bytes]
+        self._first: bytes | None = None
+
+    async def begun(self, response: Response) -> Response:
+        """The response, its beginning read: itself for a stream, else the whole body.
+
+        Raises:
+            EngineBroken: the engine hangs up, or the response is no completion where it must be one.
+            EngineTimeout: its body came too slowly.
+        """
+        completion, name = self._dispatch.routing.completion, self._replica.name
+        is_stream, succeeded = is_event_stream(response.headers), response.status < 400
+        if succeeded and (is_stream or not completion):
+            chunks = response.chunks()
+            self._chunks = whole_events(chunks) if is_stream else chunks
+            self._first = await anext(self._chunks, None)
+            if completion and self._first is None:
+                raise EngineBroken(f"{name} returned an empty stream")
+            if completion and (error := _error_of(self._first or b"")) is not None:
+                await response.aclose()
+                return error
+            self.status, self.headers, self._response = response.status, response.headers, response
+            return self
+        body = await response.read()
+        if succeeded:
+            kind = next((value for key, value in response.headers if key == b"content-type"), b"")
+            if not kind.startswith(_JSON) or not body.lstrip().startswith(b"{"):
+                shown = kind.decode("latin-1") or "no content type"
+                raise EngineBroken(f"{name} returned no chat completion but {len(body)} bytes of {shown}")
+        await response.aclose()
+        return BytesResponse(response.status, response.headers, body)
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The body's bytes; those of an event stream end where events end."""
+        replica, last, events = self._replica, b"", 0
+        chunk, self._first = self._first, None
+        try:
+            while chunk is not None:
+                replica.load.progress()
+                events += chunk.count(b"data:")
+                last = chunk
+                yield chunk
+                chunk = await anext(self._chunks, None)
+        except EngineBroken as problem:
+            replica.note_break()
+            await self._dispatch.survived(replica, problem)
+            raise
+        except EngineTimeout as problem:
+            self._fleet.failed(replica, problem)
+            raise
+        replica.breaker.succeeded()
+        self.completed(completion_ids(last) or events)
+
+    def completed(self, ids: int) -> None:
+        """Measure the replica by a response that arrived as a whole, with so many sampled ids."""
+        if ids:
+            self._replica.load.completed(self._lease, ids)
+            self._fleet.expected_ids += 0.05 * (ids - self._fleet.expected_ids)
+
+    async def read(self) -> bytes:
+        """The whole body."""
+        return b"".join([chunk async for chunk in self.chunks()])
+
+    async def aclose(self) -> None:
+        """See `Response.aclose`."""
+        self.end()
+        if self._response is not None:
+            await self._response.aclose()
+
+    def end(self) -> None:
+        """The request no longer runs."""
+        if self._lease not in self._replica.load.running:
+            return
+        self._fleet.ended(self._replica, self._lease)
+        self._fleet.conversations.finish(self._conversation)
+        if not self._dispatch.routing.conversation:
+            self._fleet.conversations.end(self._conversation)
+
+
+def _error_of(event: bytes) -> BytesResponse | None:
+    """The error with which an engine begins a stream, as a response with its status; None without one."""
+    found = _ERROR_EVENT.match(event)
+    if found is None:
+        return None
+    try:
+        code = msgspec.json.decode(found[1])["error"].get("code")
+    except (msgspec.DecodeError, UnicodeDecodeError, AttributeError):
+        return None
+    status = code if isinstance(code, int) and 400 <= code <= 599 else 500
+    return BytesResponse(status, [(b"content-type", _JSON)], found[1])

@@ -1,0 +1,208 @@
+"""A bounded, fair queue for requests that wait for a free place on a replica.
+
+Tenants share the service by weight; requests of one tenant are served in the order in which they came. The
+order is that of start-time fair queueing (Goyal, Vin, Cheng: "Start-time Fair Queueing", SIGCOMM 1996). With
+prompt ids as weights, its tags count what the Virtual Token Counter counts (Sheng et al.: "Fairness in
+Serving Large Language Models", OSDI 2024).
+
+Law, for two tenants that both have requests waiting all the time:
+
+    | service of one - service of the other | <= largest weight of one + largest weight of the other
+
+The queue is independent of replicas: it calls `try_take` to get a place, and a call of `wake` reports that
+one became free. Places are alike: if the first in line finds none, no other request does.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from tokenproxy.base.errors import Overloaded
+
+T = TypeVar("T")
+
+_RETRY_AFTER_S = 2
+_HELD_STEP_S = 1.0
+"""Seconds between two looks at the time that is left while requests are held."""
+_IDLE_TENANTS = 64
+"""Number of idle tenants that are kept before those are dropped whose past service no longer matters."""
+
+
+class Hold:
+    """The time during which requests are held back, because the fleet's weights change. One per fleet."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since: float | None = None
+        self._before = 0.0
+        """Seconds of earlier holds."""
+
+    @property
+    def active(self) -> bool:
+        """Whether requests are held back now."""
+        return self._since is not None
+
+    def seconds(self) -> float:
+        """Seconds of all holds until now. It does not grow while requests are not held back.
+
+        The difference of two values is the part of the time between them that must not count as a timeout.
+        """
+        return self._before + (0.0 if self._since is None else self._clock() - self._since)
+
+    def begin(self) -> None:
+        """Hold requests back. Does nothing if they are."""
+        if self._since is None:
+            self._since = self._clock()
+
+    def end(self) -> float:
+        """Release requests; returns for how many seconds they were held back."""
+        before, self._before, self._since = self._before, self.seconds(), None
+        return self._before - before
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter(Generic[T]):
+    tenant: str
+    weight: int
+    try_take: Callable[[], T | None]
+    future: "asyncio.Future[T]"
+
+
+class FairQueue(Generic[T]):
+    """Lets requests wait for a place, in a fair order. For one event loop.
+
+    `T` is the type of a place: a replica or a reservation, anything but None.
+    """
+
+    def __init__(
+        self,
+        max_waiting: int,
+        timeout_s: float,
+        give_back: Callable[[T], None],
+        hold: Hold | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Create an empty queue.
+
+        Args:
+            max_waiting: requests that may wait; 0 lets none wait.
+            timeout_s: how long each may wait.
+            give_back: frees a place that was taken for a request that left before it was resumed.
+            hold: while it is active, any number may wait, and the time does not count.
+        """
+        self._hold = hold or Hold()
+        self._max_waiting = max_waiting
+        self._timeout_s = timeout_s
+        self._give_back = give_back
+        self._clock = clock
+        self.waiting = 0
+        """Requests that wait now."""
+        self._now = 0.0
+        """Virtual time: the tag with which a tenant starts that was idle."""
+        self._tags: dict[str, float] = {}
+        """The virtual time at which the next request of each tenant starts."""
+        self._lines: dict[str, dict[_Waiter[T], None]] = {}
+        """The requests that wait, by tenant, the oldest first; no line is empty."""
+
+    async def acquire(self, tenant: str, weight: int, try_take: Callable[[], T | None]) -> T:
+        """Take a place, or wait for one.
+
+        Args:
+            weight: the service that the request gets, for example its prompt ids; at least 1 is counted.
+            try_take: takes a place and returns it, or returns None if none is free. `wake` calls it too, so
+                it must be quick, and must not call the queue. An error that it raises ends the wait of this
+                request.
+
+        Raises:
+            Overloaded: as many requests wait as may, or none of the places became free in time.
+        """
+        if not self.waiting and (taken := try_take()) is not None:
+            return taken
+        self._refuse_newest(tenant)
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        waiter = _Waiter(tenant, max(1, weight), try_take, future)
+        self._add(waiter)
+        try:
+            await self._wait(future)
+        except BaseException:  # cancellation too: nobody would use the place that the waiter gets
+            if not future.done():
+                self._remove(waiter)
+            elif future.exception() is None:
+                self._give_back(future.result())
+                self.wake()
+            raise
+        if future.done():
+            return future.result()
+        self._remove(waiter)
+        message = f"no replica had capacity for the request within {self._timeout_s:g} s: try again later"
+        raise Overloaded(message, code="queue_timeout", retry_after=_RETRY_AFTER_S)
+
+    def wake(self) -> None:
+        """Serve as many waiting requests as find a place. Call it each time a place became free.
+
+        Each is resumed after its place was taken, so none wakes in vain.
+        """
+        while self._lines:
+            tenant = min(self._lines, key=self._tags.__getitem__)  # equal tags: first come, first served
+            waiter = next(iter(self._lines[tenant]))
+            try:
+                taken = waiter.try_take()
+            except Exception as error:  # noqa: BLE001 - the boundary of the caller's function
+                self._remove(waiter)
+                waiter.future.set_exception(error)
+                continue
+            if taken is None:
+                return
+            # each service moves all that compete by their share; by the tag alone, tenants that come with
+            # one request each would always start before one that has waited
+            self._now = max(self._tags[tenant], self._now + waiter.weight / len(self._lines))
+            self._tags[tenant] += waiter.weight
+            self._remove(waiter)
+            waiter.future.set_result(taken)
+
+    async def _wait(self, future: "asyncio.Future[T]") -> None:
+        """Wait for a place, for as long as a request may. Time in which requests are held does not count."""
+        began, held_s = self._clock(), self._hold.seconds()
+        left_s = self._timeout_s
+        while not future.done() and left_s > 0:
+            await asyncio.wait([future], timeout=left_s)
+            left_s = began + self._timeout_s - self._clock() + self._hold.seconds() - held_s
+            if self._hold.active:
+                left_s = max(left_s, _HELD_STEP_S)
+
+    def _refuse_newest(self, tenant: str) -> None:
+        """If the queue is full, refuse the newest request of the tenant with the most waiting requests.
+
+        Raises:
+            Overloaded: that would be the caller's own request.
+        """
+        if self.waiting < self._max_waiting or self._hold.active:
+            return
+        message = f"{self.waiting} requests already wait for a replica: try again later"
+        refusal = Overloaded(message, code="queue_full", retry_after=_RETRY_AFTER_S)
+        most = max(self._lines.values(), key=len, default={})
+        if len(most) <= 1 + len(self._lines.get(tenant, ())):
+            raise refusal
+        newest = next(reversed(most))
+        self._remove(newest)
+        newest.future.set_exception(refusal)
+
+    def _add(self, waiter: _Waiter[T]) -> None:
+        if waiter.tenant not in self._lines:  # one that was idle gets no credit for that time
+            self._tags[waiter.tenant] = max(self._tags.get(waiter.tenant, 0.0), self._now)
+        self._lines.setdefault(waiter.tenant, {})[waiter] = None
+        self.waiting += 1
+
+    def _remove(self, waiter: _Waiter[T]) -> None:
+        line = self._lines[waiter.tenant]
+        del line[waiter]
+        self.waiting -= 1
+        if not line:
+            del self._lines[waiter.tenant]
+        if not self._lines:
+            self._now, self._tags = 0.0, {}
+        elif len(self._tags) > 2 * len(self._lines) + _IDLE_TENANTS:
+            kept = [each for each in self._tags.items() if each[1] > self._now or each[0] in self._lines]
+            self._tags = dict(kept)

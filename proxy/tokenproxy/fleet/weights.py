@@ -1,0 +1,339 @@
+"""The state of the fleet's weights in this process: which replicas may serve, and what samples each turn.
+
+All processes of the fleet share the state, see `shared.py`. Each reads it every 0.25 s, and once more before
+it records a turn, so that no turn is recorded with a version that another process has replaced.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from contextvars import Context
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+from msgspec.structs import replace
+
+from tokenproxy.fleet.admin_answers import ask
+from tokenproxy.fleet.queue import Hold
+from tokenproxy.fleet.replica import Replica
+from tokenproxy.fleet.shared import Failure, FleetState, SharedError, SharedWords, read_state, write_state
+from tokenproxy.fleet.weight_tags import WeightTag
+
+if TYPE_CHECKING:
+    from tokenproxy.fleet.fleet import Fleet
+
+log = logging.getLogger("tokenproxy")
+
+TIMEOUT_S = 600.0
+_ASK_S = 2.0
+"""Seconds in which a replica must answer a question about its weights."""
+_TICK_S = 0.25
+_PAUSED_TICK_S = 0.05
+"""Seconds between two reads of the state while the fleet is paused. Each read notes the positions of the
+streams, which must be current when the replicas resume."""
+_MARGIN_S = 30.0
+"""An update fails if nothing happens in it for this much longer than a call may take."""
+
+
+class Weights:
+    """The weights of one fleet."""
+
+    def __init__(self, fleet: "Fleet", timeout_s: float = TIMEOUT_S) -> None:
+        """The state of a fleet that is not watched yet.
+
+        Args:
+            timeout_s: how long a call may take on a replica, and about how long an update may be idle.
+        """
+        self.state = FleetState()
+        self.timeout_s = timeout_s
+        self.words: SharedWords | None = None
+        """Shares the state with other processes; None keeps it in this one."""
+        self.calls = 0
+        """Admin calls of this process that run."""
+        self.ahead = False
+        """Whether this process changes the state, so that what it reads in the store does not count."""
+        self._fleet = fleet
+        self._clock = fleet.clock
+        self.hold = Hold(self._clock)
+        self._tags: WeakSet[WeightTag] = WeakSet()
+        self._without_version: WeakSet[Replica] = WeakSet()
+        """Replicas without development routes: they are asked again after they were restarted."""
+        self._words_lock = asyncio.Lock()
+        self._reads_begun = self._last_read = 0
+        """Number of reads of the store that began, and of the last one that ended."""
+        self._readable = True
+        """Whether the last read of the store succeeded."""
+        self._learning: set[asyncio.Task[None]] = set()
+        self._moved_at = 0.0
+        self._asked_at = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    # --- what requests need
+
+    def serves(self, replica: Replica) -> bool:
+        """Whether requests may be sent to a replica, as far as its weights go."""
+        return self.state.allows(replica.name, replica.weight_version)
+
+    def problem(self, replica: Replica) -> str:
+        """Why a replica gets no requests; empty if its weights are those of the fleet."""
+        return self.state.problem(replica.name, replica.weight_version)
+
+    def begin(self, replica: Replica, *, stream: bool) -> WeightTag:
+        """The tag of a turn that is about to be sent to a replica."""
+        changing = bool(self.state.updating and not self.state.paused)
+        tag = WeightTag(replica.weight_version, replica.name, stream=stream, uncertain=changing)
+        self._tags.add(tag)
+        return tag
+
+    async def confirm(self, tag: WeightTag) -> None:
+        """Apply what other processes have changed until now; a tag is uncertain if that cannot be read."""
+        if tag.version is None and self.state.version is None:
+            return
+        if not await self.refresh():
+            tag.changing()
+
+    # --- what admin calls need
+
+    @property
+    def shared(self) -> bool:
+        """Whether other processes may have the same fleet."""
+        return self.words is not None and self.words.shared
+
+    async def change(self, state: FleetState) -> None:
+        """Adopt a state, and let other processes learn of it."""
+        self.ahead = True
+        self._adopt(state)
+        await self._write(state)
+
+    async def announce(self, state: FleetState) -> None:
+        """Write a state for other processes before this one adopts it; `change` follows."""
+        self.ahead = True
+        await self._write(state)
+
+    def named(self, replica: Replica, version: str) -> None:
+        """A replica has a version from now on."""
+        replica.weight_version = version
+        for tag in self._tags_of(replica):
+            tag.named(version, paused=bool(self.state.paused))
+
+    def note_positions(self, *, late: bool) -> None:
+        """Note how much of each stream has arrived; `late`: more may have arrived than this process has read.
+
+        Call it right before the replicas resume.
+        """
+        for tag in self._tags:
+            tag.before = None if late else tag.progress()
+
+    def resumed(self, replica: Replica) -> None:
+        """A replica was resumed after a pause."""
+        for tag in self._tags_of(replica):
+            tag.resumed(tag.before)
+            if self.state.updating:
+                tag.changing()
+
+    def changing(self, replica: Replica) -> None:
+        """The weights of a replica change: the turns that run on it are uncertain."""
+        for tag in self._tags_of(replica):
+            tag.changing()
+
+    def ask_again(self, replicas: Iterable[Replica]) -> None:
+        """Ask replicas for their versions; requests wait until they have answered."""
+
+        async def ask_all() -> None:
+            await asyncio.gather(*(self._ask(replica) for replica in replicas if replica.ready))
+
+        def done(task: "asyncio.Task[None]") -> None:
+            self._learning.discard(task)
+            self._apply_hold()
+
+        # a context of its own: it is not part of the request that caused it
+        task = asyncio.create_task(ask_all(), context=Context())
+        self._learning.add(task)
+        task.add_done_callback(done)
+
+    # --- watching
+
+    def start(self) -> None:
+        """Start watching. Call it inside a running event loop."""
+        self._moved_at = self._clock()
+        self._task = asyncio.create_task(self._watch())
+
+    async def stop(self) -> None:
+        """Stop watching."""
+        tasks = [task for task in (self._task, *self._learning) if task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def greet(self, replica: Replica) -> None:
+        """Ask a replica for its version, before it gets requests: it may have been restarted."""
+        await self.refresh()
+        replica.weight_version = None
+        self._without_version.discard(replica)
+        await self._ask(replica)
+        if problem := self.problem(replica):
+            log.warning("%s gets no requests: %s", replica.name, problem)
+
+    async def refresh(self) -> bool:
+        """Read what other processes changed, in a read that starts after this call; False if that fails."""
+        if self.words is None or not self.words.shared:
+            return True
+        begun = self._reads_begun
+        async with self._words_lock:
+            if self._last_read > begun:
+                return self._readable  # that of another request, which began after this call
+            self._reads_begun = number = self._reads_begun + 1
+            old = self.state
+            if old.paused and not self.calls:  # else this process ends the pause itself
+                self.note_positions(late=self._fleet.watch.was_late)
+            try:
+                state = await read_state(self.words)
+            except SharedError as error:
+                if self._readable:
+                    log.error("the weights that other processes set cannot be read: %s", error)
+                self._readable = False
+            else:
+                if not self._readable:
+                    log.info("the weights that other processes set can be read again")
+                self._readable = True
+                if self.state is old and not self.ahead and state != old:
+                    self._learn(state)
+            self._last_read = number
+            return self._readable
+
+    async def explains_silence(self, replica: Replica) -> bool:
+        """Whether a replica that sends nothing is paused, by a proxy of the fleet or by somebody else."""
+        await self.refresh()
+        if self.hold.active or await self._is_paused(replica):
+            replica.load.shift(0.0)
+            return True
+        return False
+
+    def _learn(self, new: FleetState) -> None:
+        """Adopt what another process changed."""
+        old = self.state
+        if new.revision != old.revision and new.version is not None:
+            log.info("the weights of the fleet are version %s", new.version)
+            for tag in self._tags:
+                tag.named(new.version, paused=bool(old.paused or new.paused))
+            self.ask_again(self._fleet.replicas)
+        if old.paused and not new.paused:
+            for tag in self._tags:
+                positions = None if self._fleet.watch.was_late else tag.progress()
+                tag.resumed(positions if positions == tag.before else None)
+        self._adopt(new)
+
+    def _adopt(self, new: FleetState) -> None:
+        """Make a state the current one, and hold or release requests by it."""
+        old, self.state = self.state, new
+        self._moved_at = self._clock()
+        if new.updating and not new.paused and not (old.updating and not old.paused):
+            for tag in self._tags:
+                tag.changing()
+        self._apply_hold()
+
+    def _apply_hold(self) -> None:
+        fleet = self._fleet
+        if self.state.holds or self._learning:
+            self.hold.begin()
+            return
+        if self.hold.active:
+            seconds = self.hold.end()
+            for replica in [*fleet.replicas, *fleet.leaving]:
+                replica.load.shift(seconds)
+            fleet.queue.wake()
+        for replica in fleet.replicas:
+            replica.report_state()
+
+    async def _write(self, state: FleetState) -> None:
+        """Write a state to the store. Where that fails, it is written again with the next change or tick."""
+        async with self._words_lock:
+            try:
+                if self.words is not None:
+                    await write_state(self.words, state)
+            except SharedError as error:
+                log.error("other processes do not learn of the fleet's weights yet: %s", error)
+            else:
+                self.ahead = state is not self.state
+
+    async def _watch(self) -> None:
+        while True:
+            often = self.state.paused and self.shared
+            await asyncio.sleep(_PAUSED_TICK_S if often else _TICK_S)
+            try:
+                await self._tick()
+            except Exception:  # the boundary of the task: an engine's answer must not end the watch
+                log.exception("checking the weights of the fleet failed")
+
+    async def _tick(self) -> None:
+        if self.ahead and not self.calls:
+            await self._write(self.state)
+        await self.refresh()
+        state, now = self.state, self._clock()
+        if self.calls or self._learning:
+            return
+        if state.updating:
+            if now - self._moved_at > self.timeout_s + _MARGIN_S:
+                await self._give_up_update()
+        elif now - max(self._asked_at, self._moved_at) >= self._fleet.watch_interval_s:
+            self._asked_at = now
+            ready = [each for each in self._fleet.replicas if each.ready]
+            asked = [replica for replica in ready if replica not in self._without_version]
+            await asyncio.gather(*(self._ask(replica) for replica in asked))
+            if self.state is state and state.paused:
+                await self._check_pause(asked)
+
+    async def _give_up_update(self) -> None:
+        """End an update that is idle: a part of the weights may be loaded, so its replicas leave service."""
+        path, group = self.state.updating, self.state.group
+        reason = f"a weight update began with {path} and did not end: update its weights again"
+        log.error("%s", reason)
+        names = [each.name for each in self._fleet.replicas if not group or each.name in group]
+        failures = self.state.failures | {name: Failure(path, reason) for name in names}
+        await self.change(replace(self.state, failures=failures, updating=""))
+
+    async def _check_pause(self, replicas: list[Replica]) -> None:
+        """End a pause that somebody else ended on the engines."""
+        paused = await asyncio.gather(*(self._is_paused(replica) for replica in replicas))
+        if replicas and not any(paused) and None not in paused and not self.calls:
+            log.warning("the fleet was resumed by another client of the engines")
+            for tag in self._tags:
+                tag.resumed(None)
+            await self.change(replace(self.state, paused=""))
+
+    async def _ask(self, replica: Replica) -> None:
+        """Ask a replica for its version, and whether it was resumed. Without an answer nothing changes."""
+        failure = self.state.failures.get(replica.name)
+        if failure is not None and not failure.loading and await self._is_paused(replica) is False:
+            log.info("%s gets requests again: its weights are those of the fleet", replica.name)
+            failures = {name: each for name, each in self.state.failures.items() if name != replica.name}
+            await self.change(replace(self.state, failures=failures))
+        answer = await ask(replica, "/weight_info", _ASK_S)
+        if not answer.status or answer.status >= 500:
+            return
+        if not answer.ok:
+            self._without_version.add(replica)
+        value = answer.value("weight_version") if answer.ok else None
+        version = value if isinstance(value, str) else None
+        if version == replica.weight_version:
+            return
+        if not self.state.allows(replica.name, version):
+            await self.refresh()  # another process may have set it
+            if self.state.updating or self.calls:
+                return
+        if replica.weight_version is not None:
+            log.info("the weights of %s are version %s", replica.name, version)
+            for tag in self._tags_of(replica):
+                paused = bool(self.state.paused)
+                tag.changing() if version is None else tag.named(version, paused=paused)
+        replica.weight_version = version
+        replica.report_state()
+
+    async def _is_paused(self, replica: Replica) -> bool | None:
+        """Whether an engine is paused; None if it does not say."""
+        answer = await ask(replica, "/is_paused", _ASK_S)
+        return answer.value("is_paused") is True if answer.ok else None
+
+    def _tags_of(self, replica: Replica) -> list[WeightTag]:
+        return [tag for tag in self._tags if tag.replica == replica.name]

@@ -1,0 +1,206 @@
+"""A wire format of a turn: a parser from an HTTP request to a `ChatRequest`."""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+from tokenproxy.base.errors import BadRequest
+from tokenproxy.base.fields import flag, raw, raw_value, read, stream_options
+from tokenproxy.base.http import Request
+from tokenproxy.base.request import ChatRequest, Rendering, RetrySigns, SessionRef, ThinkingPolicy, Visible
+from tokenproxy.base.types import Fields, Headers
+from tokenproxy.formats.prompt_fields import template_kwargs
+from tokenproxy.formats.translated import Translation
+from tokenproxy.record.vocabulary import Reason
+from tokenproxy.turn.required_prefix import asks_on_messages
+
+_OPTIONS = ("tool_choice", "response_format", "structured_outputs", "mm_processor_kwargs", "media_io_kwargs")
+"""Fields that an engine's rendering may print or use, besides messages, tools and template arguments."""
+_SPECIAL = frozenset(
+    {"echo", "continue_final_message", "add_special_tokens", "return_prompt_text", "use_beam_search"}
+)
+"""Fields that change the rendering, or that a prompt of ids cannot serve."""
+_IDEMPOTENCY_KEY, _RETRY_COUNT = b"idempotency-key", b"x-stainless-retry-count"
+
+
+Schema = dict[str, Any]
+
+IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+"""Token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFields:
+    """The session of a request, and the fields that it sets."""
+
+    ref: SessionRef
+    defaults: Fields = field(default_factory=dict)
+    """Used for fields that the request does not set."""
+    overrides: Fields = field(default_factory=dict)
+    """Replace the fields of the request."""
+
+
+class Dialect(Protocol):
+    """One wire format of a turn."""
+
+    path: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+    openapi: ClassVar[dict[str, Any]] = {}
+
+    def parse(self, request: Request, session: SessionFields | None) -> ChatRequest:
+        """Parse the request, once.
+
+        Args:
+            session: the session that the request names.
+
+        Raises:
+            BadRequest: a field cannot be read; `param` names it.
+        """
+        ...
+
+    def translation(self, request: ChatRequest) -> Translation | None:
+        """What writes the response to a request; None if clients get the engine's own format."""
+        return None
+
+
+def visible_of(fields: Fields, *, logprobs: bool | None = None) -> Visible:
+    """The recorded fields that the client requested.
+
+    Args:
+        logprobs: whether it requested log-probabilities, where a field other than `logprobs` tells.
+    """
+    options = stream_options(fields)
+    usage = flag(options, "include_usage")
+    running = usage and flag(options, "continuous_usage_stats")
+    reasoning = raw_value(fields, "include_reasoning") not in (b"false", b"0")
+    ids = flag(fields, "return_token_ids")
+    logprobs = flag(fields, "logprobs") if logprobs is None else logprobs
+    on_messages = logprobs and reasoning and asks_on_messages(fields)
+    return Visible(ids and reasoning, logprobs and reasoning, usage, running, reasoning, on_messages)
+
+
+def apply_session(fields: Fields, session: SessionFields | None) -> None:
+    """Add the session's defaults where the request sets nothing, and always its overrides."""
+    if session is None:
+        return
+    for name, value in session.defaults.items():
+        if raw_value(fields, name) is None:
+            fields[name] = value
+    fields.update(session.overrides)
+
+
+def chat_request(
+    request: Request,
+    fields: Fields,
+    session: SessionFields | None,
+    visible: Visible,
+    **more: Any,
+) -> ChatRequest:
+    """The `ChatRequest` of a request in vLLM's chat format.
+
+    Args:
+        fields: the chat completion, with the session's fields applied.
+        more: fields of `ChatRequest` that the dialect sets itself.
+    """
+    thinking = _take_thinking_policy(fields)
+    special, rendering, model = _special(fields), Rendering(), None
+    try:
+        rendering, model = _rendering(fields), read(fields, "model", str)
+    except BadRequest:
+        special = special or Reason.SPECIAL_REQUEST  # the engine refuses it with its own message
+    parsed: dict[str, Any] = {
+        **shared_fields(request, fields, session, fields),
+        "messages": raw_value(fields, "messages") or b"",
+        "rendering": rendering,
+        "model": model,
+        "visible": visible,
+        "special": special or "",
+        "thinking": thinking,
+        # without a generation prompt, the template does not render the sampled text as a turn
+        "findable": special is None and rendering.add_generation_prompt,
+    }
+    return ChatRequest(**(parsed | more))
+
+
+def shared_fields(
+    request: Request, fields: Fields, session: SessionFields | None, sampling: Fields
+) -> dict[str, Any]:
+    """The fields of a `ChatRequest` that do not depend on the wire format.
+
+    Args:
+        sampling: the fields that hold the sampling parameters.
+    """
+    start = number(sampling, "routed_experts_prompt_start") or 0
+    return {
+        "fields": fields,
+        "headers": request.headers,
+        "tenant": request.tenant,
+        "session": session.ref if session else None,
+        "retry": RetrySigns(
+            header(request.headers, _IDEMPOTENCY_KEY),
+            header(request.headers, _RETRY_COUNT),
+            request.path.partition("?")[0],
+            request.body,
+        ),
+        "stream": flag(fields, "stream"),
+        "choices": max(1, int(number(sampling, "n") or 1)),
+        "temperature": number(sampling, "temperature"),
+        # the engine refuses other values
+        "routed_experts_start": int(start) if 0 <= start < 2**31 else 0,
+    }
+
+
+def _take_thinking_policy(fields: Fields) -> ThinkingPolicy | None:
+    """Remove the proxy's own field from a request. Raises BadRequest."""
+    policy = read(fields, "thinking_policy", str)
+    fields.pop("thinking_policy", None)
+    if policy is not None and policy not in set(ThinkingPolicy):
+        raise BadRequest("`thinking_policy` must be `keep` or `template`", param="thinking_policy")
+    return ThinkingPolicy(policy) if policy is not None else None
+
+
+def _rendering(fields: Fields) -> Rendering:
+    """The fields that change the rendering. Raises BadRequest for a field with a wrong type."""
+    kwargs = template_kwargs(fields)
+    if (template := read(fields, "chat_template", str)) is not None:
+        kwargs["chat_template"] = template
+    options = {name: value for name in _OPTIONS if (value := raw_value(fields, name)) is not None}
+    generates = read(fields, "add_generation_prompt", bool) is not False
+    tools = raw_value(fields, "tools") or b""
+    return Rendering(tools, bytes(raw(kwargs)) if kwargs else b"", options, generates)
+
+
+def _special(fields: Fields) -> Reason | None:
+    """The reason in the request's fields why the engine must render it; None if there is none."""
+    if raw_value(fields, "chat_template") is not None:
+        return Reason.CUSTOM_TEMPLATE
+    try:
+        if "prompt_token_ids" in (read(fields, "kv_transfer_params", Fields) or {}):
+            return Reason.IDS_GIVEN
+    except BadRequest:
+        return Reason.SPECIAL_REQUEST
+    special = not _SPECIAL.isdisjoint(fields) and any(flag(fields, name) for name in _SPECIAL)
+    special = special or raw_value(fields, "truncate_prompt_tokens") is not None
+    return Reason.SPECIAL_REQUEST if special else None
+
+
+def number(fields: Fields, name: str) -> float | None:
+    """A number in a request; None if the value is not a number, which the engine refuses."""
+    try:
+        return read(fields, name, float)
+    except BadRequest:
+        return None
+
+
+def header(headers: Headers, name: bytes) -> bytes:
+    """The value of a header; empty if it is missing."""
+    return next((value for key, value in headers if key == name), b"")
+
+
+def request_body(description: str, properties: Schema) -> Schema:
+    """A required body: an object with some of its fields.
+
+    Args:
+        description: what the other fields are.
+    """
+    schema = {"type": "object", "description": description, "properties": properties}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -1,0 +1,336 @@
+"""The fields of a request, as the fields of a chat completion."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from tokenproxy.base.errors import BadRequest
+from tokenproxy.base.fields import check_utf8, parse, raw, raw_value, read
+from tokenproxy.base.types import Fields
+from tokenproxy.formats.responses.items import (
+    CUSTOM_INPUT,
+    TRIGGER,
+    Item,
+    as_input,
+    flat_name,
+    item_kind,
+    kind_of,
+    text_field,
+)
+from tokenproxy.turn.wire import encodable
+
+_AS_THEY_ARE = (
+    "model", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "user",
+    # vLLM's own
+    "top_k", "min_p", "repetition_penalty", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens",
+    "skip_special_tokens", "include_stop_str_in_output", "structured_outputs", "chat_template_kwargs",
+    "chat_template", "media_io_kwargs", "mm_processor_kwargs", "priority", "cache_salt", "vllm_xargs",
+    "kv_transfer_params", "ec_transfer_params", "watermarking", "include_reasoning",
+    # the proxy's own
+    "thinking_policy",
+)  # fmt: skip
+"""Fields that have the same name and meaning in a chat completion."""
+_NOT_HERE: Mapping[str, str] = {
+    "background": "this server answers while the client waits",
+    "conversation": "send `previous_response_id`, or all items of the conversation",
+    "prompt": "this server keeps no prompt templates: send `instructions` and `input`",
+}
+"""Fields that change the meaning of a request and that this server does not know, with the reason."""
+_LOGPROBS = "message.output_text.logprobs"
+_ENCRYPTED = "reasoning.encrypted_content"
+_LEFT_OUT = (
+    "web_search",
+    "web_search_preview",
+    "image_generation",
+    "tool_search",
+    "file_search",
+    "code_interpreter",
+)
+"""Types, or beginnings of dated types, of tools that a provider runs by itself and a model can do without.
+Codex sends some of them with every request."""
+_CUSTOM_PARAMETERS: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        CUSTOM_INPUT: {"type": "string", "description": "The freeform text payload for this tool."}
+    },
+    "required": [CUSTOM_INPUT],
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The tools of a request."""
+
+    functions: list[Item] = field(default_factory=list)
+    """As a chat completion has them."""
+    custom: frozenset[str] = frozenset()
+    """Names of the functions that stand for custom tools."""
+    spaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Namespace and name of the functions of namespaces, by the names that the model sees."""
+
+    @property
+    def names(self) -> set[str]:
+        """All names that the model sees."""
+        return {function["function"]["name"] for function in self.functions}
+
+
+class _Format(msgspec.Struct):
+    type: str = "text"
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _Text(msgspec.Struct):
+    format: _Format | None = None
+
+
+class _Reasoning(msgspec.Struct):
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesRequest:
+    """A request of `/v1/responses`, read once."""
+
+    fields: Fields
+    """As the client sent them."""
+    input: list[Item]
+    """The items, without the trigger of a compaction."""
+    tools: Tools
+    previous: str | None
+    """`previous_response_id`."""
+    instructions: str | None
+    store: bool
+    stream: bool
+    compact: bool
+    """Whether the model is to summarise the conversation."""
+    summary: bool
+    """Whether the client requested reasoning as a summary."""
+    encrypted: bool
+    """Whether it requested the encrypted content of reasoning."""
+    logprobs: bool
+    own_limit: bool
+    """Whether the client itself limited the number of sampled ids."""
+
+
+def read_request(body: bytes, *, compact: bool = False) -> ResponsesRequest:
+    """Read a request.
+
+    Args:
+        compact: whether it is one of `/v1/responses/compact`.
+
+    Raises:
+        BadRequest: a field cannot be read, or changes the meaning of the request in a way that this server
+            does not know; `param` names it.
+    """
+    check_utf8(body)
+    fields = parse(body)
+    for name, reason in _NOT_HERE.items():
+        if raw_value(fields, name) not in (None, b"false"):
+            raise BadRequest(f"`{name}` is not supported: {reason}", param=name)
+    previous = read(fields, "previous_response_id", str)
+    items = _input(fields, previous)
+    reasoning = read(fields, "reasoning", _Reasoning) or _Reasoning()
+    include = read(fields, "include", list[str]) or []
+    top_logprobs = read(fields, "top_logprobs", int)
+    request = ResponsesRequest(
+        fields,
+        items,
+        tools_of(read(fields, "tools", list[Any]) or []),
+        previous,
+        read(fields, "instructions", str),
+        read(fields, "store", bool) is not False,
+        not compact and bool(read(fields, "stream", bool)),
+        compact,
+        (reasoning.summary or reasoning.generate_summary) is not None,
+        _ENCRYPTED in include,
+        _LOGPROBS in include or bool(top_logprobs),
+        read(fields, "max_output_tokens", int) is not None,
+    )
+    if items and item_kind(items[-1], "input") == TRIGGER:
+        request = replace(request, input=items[:-1], compact=True)
+    return request
+
+
+def chat_fields(request: ResponsesRequest) -> Fields:
+    """The fields of the chat completion, but for its messages.
+
+    Raises:
+        BadRequest: a field cannot be read; `param` names it.
+    """
+    fields: Fields = {
+        name: request.fields[name]
+        for name in _AS_THEY_ARE
+        if name in request.fields and raw_value(request.fields, name) is not None
+    }
+    if request.own_limit:
+        fields["max_tokens"] = request.fields["max_output_tokens"]
+    if request.stream:
+        fields["stream"] = raw(True)
+        fields["stream_options"] = raw({"include_usage": True})
+    if request.logprobs:
+        fields["logprobs"] = raw(True)
+        if top_logprobs := raw_value(request.fields, "top_logprobs"):
+            fields["top_logprobs"] = msgspec.Raw(top_logprobs)
+    reasoning = read(request.fields, "reasoning", _Reasoning)
+    if reasoning is not None and reasoning.effort is not None:
+        fields["reasoning_effort"] = raw(reasoning.effort)
+    if not request.compact and (form := _response_format(request.fields)) is not None:
+        fields["response_format"] = raw(form)
+    _add_tools(fields, request)
+    return fields
+
+
+def _input(fields: Fields, previous: str | None) -> list[Item]:
+    value = read(fields, "input", Any)
+    if value is None and previous is None:
+        raise BadRequest("`input` is required", param="input")
+    items = as_input([] if value is None else value)
+    if not items and previous is None:
+        raise BadRequest("`input` must not be empty: send at least one item", param="input")
+    for index, item in enumerate(items[:-1]):
+        if item_kind(item, f"input[{index}]") == TRIGGER:
+            raise BadRequest(f"`input[{index}]` must be the last item", param=f"input[{index}].type")
+    return items
+
+
+def _add_tools(fields: Fields, request: ResponsesRequest) -> None:
+    choice = choice_of(read(request.fields, "tool_choice", Any), request.tools)
+    if not request.tools.functions:
+        return
+    fields["tools"] = raw(request.tools.functions)
+    if request.compact:
+        choice = "none"  # the tools stay, so that the prompt continues the conversation
+    if choice is not None:
+        fields["tool_choice"] = raw(choice)
+    parallel = read(request.fields, "parallel_tool_calls", bool)
+    if parallel is not None:
+        fields["parallel_tool_calls"] = raw(parallel)
+
+
+def _response_format(fields: Fields) -> Item | None:
+    text = read(fields, "text", _Text)
+    form = text.format if text else None
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return {"type": "json_object"}
+    if form.type != "json_schema":
+        raise BadRequest(
+            "`text.format.type` must be text, json_schema or json_object", param="text.format.type"
+        )
+    if form.schema is None:
+        raise BadRequest("`text.format.schema` is required", param="text.format.schema")
+    name = text_field({"name": form.name}, "name", "text.format")
+    schema: Item = {"name": name, "schema": form.schema}
+    for key, value in (("description", form.description), ("strict", form.strict)):
+        if value is not None:
+            schema[key] = value
+    return {"type": "json_schema", "json_schema": schema}
+
+
+# --- tools
+
+
+def unwrapped_input(arguments: str) -> str:
+    """The input of a custom tool's call; the arguments themselves if the model wrote others."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    text = value.get(CUSTOM_INPUT) if isinstance(value, dict) else None
+    return encodable(text) if isinstance(text, str) else arguments
+
+
+def tools_of(tools: list[Any]) -> Tools:
+    """The tools of a request.
+
+    Raises:
+        BadRequest: a tool cannot be read, or is of a type without which its client cannot work as it expects.
+    """
+    functions: list[Item] = []
+    custom: set[str] = set()
+    spaces: dict[str, tuple[str, str]] = {}
+    for index, tool in enumerate(tools):
+        at = f"tools[{index}]"
+        kind = kind_of(tool, at)
+        if kind == "function":
+            functions.append(_function(tool, text_field(tool, "name", at)))
+        elif kind == "custom":
+            functions.append(_custom(tool, at))
+            custom.add(tool["name"])
+        elif kind == "namespace":
+            space = text_field(tool, "name", at)
+            for place, inner in enumerate(_list(tool, "tools", at)):
+                inside = f"{at}.tools[{place}]"
+                if kind_of(inner, inside) == "function":
+                    name = text_field(inner, "name", inside)
+                    spaces[flat_name(space, name)] = (space, name)
+                    functions.append(_function(inner, flat_name(space, name)))
+        elif not kind.startswith(_LEFT_OUT):
+            raise BadRequest(
+                f"`{at}.type` is `{kind}`, which this server does not run: it takes `function`, `custom` "
+                "and `namespace`",
+                param=f"{at}.type",
+            )
+    return Tools(functions, frozenset(custom), spaces)
+
+
+def choice_of(choice: object, tools: Tools) -> object:
+    """`tool_choice` of a chat completion; None to leave it out.
+
+    Raises:
+        BadRequest: it cannot be read, or names a tool that the request does not have.
+    """
+    if choice is None or (not tools.functions and choice in ("auto", "none")):
+        return None
+    if isinstance(choice, str):
+        if choice not in ("auto", "none", "required"):
+            raise BadRequest("`tool_choice` must be auto, none, required or an object", param="tool_choice")
+        if not tools.functions:
+            raise BadRequest(f"`tool_choice` is {choice}, and there are no `tools`", param="tool_choice")
+        return choice
+    kind = kind_of(choice, "tool_choice")
+    assert isinstance(choice, dict)
+    if kind not in ("function", "custom"):
+        raise BadRequest(
+            f"`tool_choice.type` is `{kind}`: this server takes `function` and `custom`",
+            param="tool_choice.type",
+        )
+    name = text_field(choice, "name", "tool_choice")
+    matching = [flat for flat, (_, local) in tools.spaces.items() if local == name]
+    if name not in tools.names and len(matching) != 1:
+        raise BadRequest(f"`tool_choice` names `{name}`, which is not in `tools`", param="tool_choice")
+    return {"type": "function", "function": {"name": name if name in tools.names else matching[0]}}
+
+
+def _function(tool: Item, name: str) -> Item:
+    shown = {key: tool[key] for key in ("description", "parameters", "strict") if tool.get(key) is not None}
+    return {"type": "function", "function": {"name": name, **shown}}
+
+
+def _custom(tool: Item, at: str) -> Item:
+    form = tool.get("format")
+    if isinstance(form, dict) and form.get("type") == "grammar":
+        raise BadRequest(
+            f"`{at}.format` is a grammar, which no engine follows here: give the tool the format `text`, or "
+            "make it a function",
+            param=f"{at}.format",
+        )
+    name = text_field(tool, "name", at)
+    return _function({**tool, "parameters": _CUSTOM_PARAMETERS, "strict": None}, name)
+
+
+def _list(tool: Item, name: str, at: str) -> list[Any]:
+    value = tool.get(name)
+    if not isinstance(value, list):
+        raise BadRequest(f"`{at}.{name}` must be a list", param=f"{at}.{name}")
+    return value

@@ -1,0 +1,296 @@
+"""Prometheus metrics: their names, their labels, and the calls that change them.
+
+Labels that every request uses are looked up once (`of_route`, `replica_in_flight`), never for each chunk.
+Gauges only change inside a context manager, so that they return to 0 after every failure.
+
+Inside vLLM with `--api-server-count N` each process writes its own values, and vLLM's page merges them: it
+adds up counters, histograms and the gauges of what is in progress (`livesum`). Each process has its own view
+of a replica's state, so the page shows 1 if any process has that view (`livemax`). The workers of `tokenproxy
+serve --workers N` do the same (`tokenproxy.app.workers.metrics`).
+"""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from enum import StrEnum
+from time import perf_counter
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_FAST_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
+"""Histogram buckets for the proxy, the store and the event loop: milliseconds."""
+_SLOW_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
+"""Histogram buckets for engines: up to minutes."""
+
+
+LAG_INTERVAL_S = 0.1
+"""Seconds between two measurements of the event loop. A longer block of the loop is always measured."""
+
+
+class ReplicaState(StrEnum):
+    """The state of a replica as the proxy sees it."""
+
+    STARTING = "starting"
+    """It was not reached yet, or discovery of its capabilities has not finished."""
+    READY = "ready"
+    """It gets requests."""
+    DRAINING = "draining"
+    """It completes its running requests and gets no new ones."""
+    DIFFERENT = "different"
+    """It responds, and gets no requests, because its model or rendering is not that of the fleet."""
+    STALE = "stale"
+    """It responds, and gets no requests, because its weights are not those of the fleet."""
+    EJECTED = "ejected"
+    """It gets no requests for a while, because of its errors."""
+    DOWN = "down"
+    """It does not respond."""
+
+
+class Ids(StrEnum):
+    """Where the ids of a prompt come from: the label `kind`."""
+
+    REUSED = "reused"
+    """Recorded by the proxy and sent to the engine again."""
+    APPENDED = "appended"
+    """Added by the chat template after reused or given ids."""
+    GIVEN = "given"
+    """Sent by the client."""
+    RENDERED = "rendered"
+    """Rendered by the engine, counted when the turn is recorded."""
+
+
+class RouteMetrics:
+    """The metrics of one route, their labels looked up."""
+
+    def __init__(self, metrics: "Metrics", route: str) -> None:
+        self.added = metrics.added.labels(route)
+        self.first_byte = metrics.first_byte.labels(route)
+        self.duration = metrics.duration.labels(route)
+        self.disconnects = metrics.disconnects.labels(route)
+        self._requests = metrics.requests
+        self._route = route
+        self._of_status: dict[int, Counter] = {}
+
+    def count(self, status: int) -> None:
+        """Count a request that was answered with `status`."""
+        counter = self._of_status.get(status)
+        if counter is None:
+            counter = self._of_status[status] = self._requests.labels(self._route, str(status))
+        counter.inc()
+
+
+class Metrics:
+    """The metrics of one process. Inside vLLM they are in vLLM's registry, so its /metrics shows them."""
+
+    def __init__(
+        self, registry: CollectorRegistry | None = None, shared: CollectorRegistry | None = None
+    ) -> None:
+        """Create the metrics.
+
+        Args:
+            registry: where to register them; None creates a registry.
+            shared: the registry with the sums of all processes, if this is one of several.
+        """
+        self.registry = registry if registry is not None else CollectorRegistry()
+        self._shared = shared
+        self._add_conversation_metrics()
+        self._add_feed_metrics()
+        self._add_request_metrics()
+        self._add_replica_metrics()
+        self._add_process_metrics()
+        self._routes: dict[str, RouteMetrics] = {}
+
+    def _add_conversation_metrics(self) -> None:
+        self.prompts = self._counter(
+            "prompts", "Prompts of chat requests, by source and by the reason for it.", "source", "reason"
+        )
+        self.prompt_ids = self._counter("prompt_ids", "Ids of prompts, by how they came to be.", "kind")
+        self.reused_ids, self.appended_ids, self.given_ids, self.rendered_ids = (
+            self.prompt_ids.labels(kind) for kind in (Ids.REUSED, Ids.APPENDED, Ids.GIVEN, Ids.RENDERED)
+        )
+        self.sampled_ids = self._counter("sampled_ids", "Sampled ids of recorded turns.")
+        self.turns = self._counter(
+            "turns", "Recorded turns, by finish reason and by the problem that makes them untrainable.",
+            "finish_reason", "problem",
+        )  # fmt: skip
+        self.ambiguous = self._counter(
+            "ambiguous_prompts", "Prompts rendered because several recorded turns fit."
+        )
+        self.audits = self._counter(
+            "append_audits", "Appends compared with a rendering of the whole history, by result.", "result"
+        )
+        self.retries = self._counter("retries", "Repeated requests, by result.", "result")
+        self.evicted = self._counter(
+            "evicted_rollouts", "Rollouts evicted from the store to keep its limits."
+        )
+        self.store_errors = self._counter(
+            "store_errors", "Times the store did not respond, or a turn could not be recorded."
+        )
+        self.lost_turns = self._counter(
+            "lost_turns", "Turns that were answered and never recorded, by reason.", "reason"
+        )
+
+    def _add_feed_metrics(self) -> None:
+        self._waiting = self._gauge(
+            "feed_waiting_rollouts", "Finished rollouts that a consumer of the feed has not acknowledged.",
+            "consumer", multiprocess_mode="livemax",
+        )  # fmt: skip
+        self._oldest = self._gauge(
+            "feed_oldest_seconds", "Seconds since the oldest of these was finished; 0 if there is none.",
+            "consumer", multiprocess_mode="livemax",
+        )  # fmt: skip
+        self._undelivered = self._counter(
+            "feed_lost_rollouts", "Finished rollouts evicted before a consumer of the feed acknowledged them."
+        )
+
+    def _add_request_metrics(self) -> None:
+        self.requests = self._counter("requests", "Requests, by route and status.", "route", "status")
+        self.disconnects = self._counter(
+            "client_disconnects", "Requests whose client left before the end of the response.", "route"
+        )
+        self.in_flight = self._gauge("requests_in_flight", "Requests that are being served.")
+        self.queued = self._gauge("requests_queued", "Requests that wait in the proxy for a replica.")
+        self.queue_time = self._histogram(
+            "queue_seconds", "Seconds that requests waited in the proxy for a replica.", _SLOW_S
+        )
+        self.added = self._histogram(
+            "added_seconds",
+            "Seconds of a request in which it waited neither for an engine nor for the client.",
+            _FAST_S,
+            "route",
+        )
+        self.first_byte = self._histogram(
+            "time_to_first_byte_seconds", "Seconds from a request to the first byte of the response's body.",
+            _SLOW_S, "route",
+        )  # fmt: skip
+        self.duration = self._histogram(
+            "request_seconds", "Seconds from a request to the end of its response.", _SLOW_S, "route"
+        )
+
+    def _add_replica_metrics(self) -> None:
+        self._state = self._gauge(
+            "replica_state", "1 for the state that a replica is in, 0 for the others.",
+            "replica", "state", multiprocess_mode="livemax",
+        )  # fmt: skip
+        self._load = self._gauge(
+            "replica_requests_in_flight", "Requests that were sent to a replica and are not over.", "replica"
+        )
+        self.admin_calls = self._counter(
+            "admin_calls", "Calls that were sent to all replicas, by how many of them succeeded.",
+            "route", "result",
+        )  # fmt: skip
+        self._ejections = self._counter(
+            "replica_ejections", "Times a replica was taken out of use, by reason.", "replica", "reason"
+        )
+
+    def _add_process_metrics(self) -> None:
+        self.store_time = self._histogram(
+            "store_seconds", "Seconds from a call of the store to its return, waiting included.",
+            _FAST_S, "operation",
+        )  # fmt: skip
+        self.store_calls = self._gauge(
+            "store_calls_in_flight", "Calls of the store that wait or run: its queue."
+        )
+        self.event_loop_lag = self._histogram(
+            "event_loop_lag_seconds", "Seconds by which the event loop woke up a task too late.", _FAST_S
+        )
+
+    def page(self) -> bytes:
+        """All metrics in Prometheus' text format: of this process, or the sums of all processes."""
+        return generate_latest(self._shared or self.registry)
+
+    def of_route(self, route: str) -> RouteMetrics:
+        """The metrics of a route; `route` is one of few: a template, never a client's path."""
+        found = self._routes.get(route)
+        if found is None:
+            found = self._routes[route] = RouteMetrics(self, route)
+        return found
+
+    @contextmanager
+    def queue(self) -> Iterator[None]:
+        """Count a request as queued while it waits in the proxy, and observe how long it waited."""
+        began = perf_counter()
+        with self.queued.track_inprogress():
+            try:
+                yield
+            finally:
+                self.queue_time.observe(perf_counter() - began)
+
+    def replica_state(self, replica: str, state: ReplicaState) -> None:
+        """Report the state that a replica is in from now on."""
+        for each in ReplicaState:
+            self._state.labels(replica, each).set(1 if each is state else 0)
+
+    def replica_removed(self, replica: str) -> None:
+        """Drop what was reported of a replica: a fleet whose addresses change must not fill the page."""
+        for state in ReplicaState:
+            self._state.labels(replica, state).set(0)
+        # where files keep their series, the merged page leaves out a replica that is in no state
+        _remove({"replica": replica}, self._state, self._load, self._ejections)
+
+    def replica_ejected(self, replica: str, reason: str) -> None:
+        """Count that a replica was taken out of use; `reason` is one of few snake_case words."""
+        self._ejections.labels(replica, reason).inc()
+
+    def replica_in_flight(self, replica: str) -> Gauge:
+        """The gauge of a replica's requests: look it up once, and use its `track_inprogress()`."""
+        return self._load.labels(replica)
+
+    def count_evicted(self, rollouts: int, undelivered: int) -> None:
+        """Count evicted rollouts, and those among them that a consumer of the feed has not acknowledged."""
+        self.evicted.inc(rollouts)
+        self._undelivered.inc(undelivered)
+
+    def consumer_lag(self, consumer: str, waiting: int, oldest_s: float) -> None:
+        """Report how many finished rollouts a consumer has not acknowledged, and the age of the oldest."""
+        self._waiting.labels(consumer).set(waiting)
+        self._oldest.labels(consumer).set(oldest_s)
+
+    def consumer_removed(self, consumer: str) -> None:
+        """Drop what was reported of a consumer."""
+        self.consumer_lag(consumer, 0, 0.0)
+        _remove({"consumer": consumer}, self._waiting, self._oldest)
+
+    def in_progress(self) -> AbstractContextManager[None]:
+        """Count a request as being served."""
+        return self.in_flight.track_inprogress()
+
+    def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
+        return Counter(f"tokenproxy_{name}", meaning, labels, registry=self.registry)
+
+    def _gauge(
+        self,
+        name: str,
+        meaning: str,
+        *labels: str,
+        multiprocess_mode: Literal["livesum", "livemax"] = "livesum",
+    ) -> Gauge:
+        return Gauge(
+            f"tokenproxy_{name}",
+            meaning,
+            labels,
+            registry=self.registry,
+            multiprocess_mode=multiprocess_mode,
+        )
+
+    def _histogram(self, name: str, meaning: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(f"tokenproxy_{name}", meaning, labels, registry=self.registry, buckets=buckets)
+
+
+async def measure_lag(metrics: Metrics) -> None:
+    """Observe how late a task that sleeps wakes up, until it is cancelled."""
+    now = asyncio.get_running_loop().time
+    while True:
+        due = now() + LAG_INTERVAL_S
+        await asyncio.sleep(LAG_INTERVAL_S)
+        metrics.event_loop_lag.observe(max(0.0, now() - due))
+
+
+def _remove(labels: dict[str, str], *metrics: Gauge | Counter) -> None:
+    """Remove the series with these labels. The files that several processes share keep theirs."""
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        return
+    for metric in metrics:
+        metric.remove_by_labels(labels)

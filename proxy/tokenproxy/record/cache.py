@@ -1,0 +1,320 @@
+"""LRU cache of parsed messages and of turns with their exact ids, limited in bytes; an optimisation only.
+
+A message is found by a running hash of the conversation up to it: a request whose history was seen before
+parses only its new messages, however many other conversations are interleaved, and so does a fork.
+"""
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from chat_tokenizer import ids
+from chat_tokenizer.canonical import NO_DEFAULTS, ArgumentDefaults
+from tokenproxy.record.conversation import Conversation, ParsedMessage, parse_message
+from tokenproxy.record.turn import PromptImage, Turn, unpack_ids
+from tokenproxy.record.vocabulary import Problem
+
+UNUSABLE = frozenset(
+    {
+        Problem.NO_PROMPT_IDS,
+        Problem.NO_COMPLETION_IDS,
+        Problem.IDS_MISSING,
+        Problem.USAGE_MISMATCH,
+        Problem.PROMPT_MISMATCH,
+        Problem.MEDIA,
+        Problem.UNREADABLE_EVIDENCE,
+    }
+)
+"""Problems of a turn because of which its ids cannot be extended."""
+
+_MESSAGE_BYTES = 1_000
+"""Bytes of one parsed message: its digests, the hash by which it is found, and the objects that hold them."""
+_TURN_BYTES = 600
+"""Bytes of a turn besides its ids."""
+_MAX_SHARE = 2
+"""A chain may take at most this fraction (1/N) of the cache; larger ones are not kept."""
+
+_split = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+class IdChain:
+    """The ids of turns that continue each other, held once: those of the last begin with all others."""
+
+    __slots__ = ("data", "size", "turns")
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        """A compact JSON array. It only ever grows at its end."""
+        self.turns: list[str] = []
+        """The cached turns of the chain."""
+        self.size = 0
+        """Bytes that it takes in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedTurn:
+    """A recorded turn with its exact ids, and the digests by which requests match it."""
+
+    id: str
+    rollout: str
+    chain: IdChain = field(compare=False)
+    """Begins with its ids, prompt and completion."""
+    size: int
+    """Bytes of its ids as a compact JSON array."""
+    count: int
+    """Number of its ids."""
+    finish_reason: str | None
+    stop_reason: str | int | None
+    usable: bool
+    """Whether the ids are complete: all sampled ids are recorded, and so are all media of the prompt."""
+    scope: tuple[bytes, ...]
+    """As `Turn.scope`."""
+    spelling_before: bytes
+    calls: tuple[bytes, ...]
+    reasonings: tuple[bytes, ...]
+    """One digest for each assistant message of the conversation, in order."""
+    rendered_turns: int
+    """Number of the assistant messages that the engine rendered: those before the first recorded turn."""
+    hasher: Any = field(compare=False)
+    """blake2b over the packed ids, the source of `ids_digest`; a copy is updated with the ids of the next
+    turn."""
+    replica: str
+    """As `Turn.replica`."""
+    images: tuple[PromptImage, ...]
+    """All images of its prompt."""
+    call_ids: tuple[str, ...]
+    """The engine's ids of its tool calls."""
+
+    @property
+    def ids(self) -> bytes:
+        """Prompt and completion as a compact JSON array."""
+        data = self.chain.data
+        return data if len(data) == self.size else data[: self.size - 1] + b"]"
+
+    def begins(self, prompt: bytes) -> bool:
+        """Whether a prompt, a compact JSON array, begins with these ids."""
+        end = self.size - 1
+        return self.usable and prompt[end : end + 1] in (b",", b"]") and prompt[:end] == self.chain.data[:end]
+
+
+def hash_ids(parent: CachedTurn | None, *packed: bytes) -> Any:
+    """The hasher of a turn's ids: a copy of the parent's, updated with the turn's own ids."""
+    hasher = parent.hasher.copy() if parent else hashlib.blake2b(digest_size=16, person=b"ids")
+    for part in packed:
+        hasher.update(part)
+    return hasher
+
+
+def cached_turn(
+    turn: Turn, parent: CachedTurn | None, prompt: bytes, hasher: Any, completion: bytes = b""
+) -> CachedTurn:
+    """Create the cache entry of a turn that was just recorded.
+
+    Args:
+        parent: the turn that it continues in the store.
+        prompt: its whole prompt as a JSON array; empty if unknown.
+        hasher: the hasher of its ids.
+        completion: its completion as a compact JSON array, if the caller has it.
+    """
+    complete, data = len(prompt) > 2, b"[]"
+    if complete:
+        sampled = completion if completion and turn.completion else ids.dump(unpack_ids(turn.completion))
+        data = ids.concatenate(prompt, sampled)
+    return _after(parent, [turn], data, hasher, complete=complete)
+
+
+def read_turn(
+    path: Sequence[Turn], in_cache: Callable[[str], CachedTurn | None] = lambda turn: None
+) -> CachedTurn:
+    """The last turn of a path from the store. Joins only the ids after the last cached turn of the path."""
+    parent, first = None, len(path)
+    while first > 0 and (parent := in_cache(path[first - 1].id)) is None:
+        first -= 1
+    if parent is not None and first == len(path):
+        return parent
+    parts: list[bytes] = []
+    count, complete = parent.count if parent else 0, True
+    for turn in path[first:]:
+        parts += turn.appended, turn.completion
+        count += (len(turn.appended) + len(turn.completion)) // 4
+        complete = complete and count == turn.prompt_tokens + turn.completion_tokens
+    tokens = unpack_ids(b"".join(parts))
+    data = ids.join(parent.ids, tokens) if parent else ids.dump(tokens)
+    return _after(parent, path[first:], data, hash_ids(parent, *parts), complete=complete and count > 0)
+
+
+def _after(
+    parent: CachedTurn | None, path: Sequence[Turn], data: bytes, hasher: Any, *, complete: bool
+) -> CachedTurn:
+    """The last turn of a path that continues a cached turn.
+
+    Args:
+        data: its ids as a compact JSON array.
+        complete: whether these are all ids of the path.
+    """
+    turn = path[-1]
+    usable = parent is None or parent.usable
+    reasonings = [*(parent.reasonings if parent else ())]
+    images = [*(parent.images if parent else ())]
+    for each in path:
+        usable = usable and each.problem not in UNUSABLE
+        reasonings += each.reasonings
+        images += each.images
+    return CachedTurn(
+        id=turn.id,
+        rollout=turn.rollout,
+        chain=IdChain(data),
+        size=len(data),
+        count=turn.prompt_tokens + turn.completion_tokens,
+        finish_reason=turn.finish_reason,
+        stop_reason=turn.stop_reason,
+        usable=usable and complete,
+        scope=turn.scope,
+        spelling_before=turn.spelling_before,
+        calls=turn.calls,
+        reasonings=tuple(reasonings),
+        rendered_turns=parent.rendered_turns if parent else len(path[0].reasonings) - 1,
+        hasher=hasher,
+        replica=turn.replica,
+        images=tuple(images),
+        call_ids=_call_ids(turn.message),
+    )
+
+
+class _Call(msgspec.Struct):
+    id: str | None = None
+
+
+class _Message(msgspec.Struct):
+    tool_calls: list[_Call] | None = None
+
+
+_decode_message = msgspec.json.Decoder(_Message).decode
+
+
+def _call_ids(message: bytes) -> tuple[str, ...]:
+    """The ids of the tool calls of an assistant message, as JSON; none if they cannot be read."""
+    if b'"tool_calls"' not in message:
+        return ()
+    try:
+        return tuple(call.id or "" for call in _decode_message(message).tool_calls or ())
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return ()
+
+
+class TurnCache:
+    """Holds at most `max_bytes` of parsed messages and of turns with their exact ids. Thread-safe."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.size = 0
+        """Bytes in use, as estimated."""
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[bytes | IdChain, ParsedMessage | None] = OrderedDict()
+        """Messages by the hash of their conversation, and chains; the least recently used first."""
+        self._turns: dict[str, CachedTurn] = {}
+        self._lock = threading.Lock()
+
+    def parse(self, messages: bytes, defaults: ArgumentDefaults = NO_DEFAULTS) -> Conversation:
+        """The conversation in a JSON array of messages. Parses only the messages that are not cached.
+
+        Args:
+            defaults: those of the conversation's tools.
+
+        Raises:
+            msgspec.DecodeError, UnicodeDecodeError: the bytes are not a JSON array of objects.
+            InvalidMessages: one of them is not a chat message.
+        """
+        raws = _split(messages) if messages else []
+        hashes = _running_hashes(raws, defaults.digest)
+        entries, parsed, new = self._entries, list[ParsedMessage](), dict[bytes, ParsedMessage]()
+        with self._lock:
+            known = [entries.get(key) for key in hashes]
+            for key, message in zip(hashes, known, strict=True):
+                if message is not None:
+                    entries.move_to_end(key)
+        for index, message in enumerate(known):
+            if message is None:
+                before = parsed[-1] if parsed else None
+                message = new[hashes[index]] = parse_message(bytes(raws[index]), index, before, defaults)
+            parsed.append(message)
+        with self._lock:
+            for key, message in new.items():
+                self.size += (
+                    _MESSAGE_BYTES if key not in entries else 0
+                )  # another request parsed it meanwhile
+                entries[key] = message
+            self._shrink()
+        return Conversation(raws, parsed, defaults)
+
+    def turn(self, turn_id: str) -> CachedTurn | None:
+        """A recorded turn with its ids, if it is cached."""
+        with self._lock:
+            found = self._turns.get(turn_id)
+            if found is not None:
+                self._entries.move_to_end(found.chain)
+            return found
+
+    def put(self, turn: CachedTurn, parent: str | None = None) -> None:
+        """Keep a turn.
+
+        Args:
+            parent: the turn of its rollout that it continues. Both are held in one chain if no other turn
+                continues the parent.
+        """
+        with self._lock:
+            if turn.id in self._turns:
+                return
+            before, chain = self._turns.get(parent or ""), turn.chain
+            if before is not None and before.size == len(before.chain.data):
+                chain = before.chain
+            images = sum(len(image.data) for image in turn.images)
+            size = turn.size + images + _TURN_BYTES * (len(chain.turns) + 1)
+            if size * _MAX_SHARE > self._max_bytes:
+                return
+            if chain is not turn.chain:
+                chain.data = turn.chain.data
+                turn = replace(turn, chain=chain)
+            chain.turns.append(turn.id)
+            self.size += size - chain.size
+            chain.size = size
+            self._turns[turn.id] = turn
+            self._entries[chain] = None
+            self._entries.move_to_end(chain)
+            self._shrink()
+
+    def drop(self, rollout: str) -> None:
+        """Remove the turns of a deleted rollout."""
+        with self._lock:
+            for chain in {turn.chain for turn in self._turns.values() if turn.rollout == rollout}:
+                self._evict(chain)
+
+    def _shrink(self) -> None:
+        while self.size > self._max_bytes:
+            self._evict(next(iter(self._entries)))
+
+    def _evict(self, entry: bytes | IdChain) -> None:
+        del self._entries[entry]
+        if not isinstance(entry, IdChain):
+            self.size -= _MESSAGE_BYTES
+            return
+        self.size -= entry.size
+        for turn in entry.turns:
+            del self._turns[turn]
+        entry.turns, entry.size = [], 0
+
+
+def _running_hashes(raws: list[msgspec.Raw], start: bytes) -> list[bytes]:
+    """The hash of a conversation up to each message: equal for equal bytes of all messages so far."""
+    running = hashlib.blake2b(start, digest_size=16, person=b"boundary")
+    hashes = []
+    for raw in raws:
+        view = memoryview(raw)
+        running.update(view.nbytes.to_bytes(8, "little"))
+        running.update(view)
+        hashes.append(running.copy().digest())
+    return hashes

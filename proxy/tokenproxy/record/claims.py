@@ -1,0 +1,92 @@
+"""What one request holds of the record: turns that no other request continues, rollouts that are not evicted.
+
+All of it ends with the request: a claimed turn is open again unless a turn was recorded in its place, and a
+rollout is no longer pinned.
+"""
+
+import asyncio
+import time
+from collections import Counter
+
+from tokenproxy.monitoring.metrics import Metrics
+from tokenproxy.record.store import Store, StoreError
+
+LEASE_S = 60.0
+"""Seconds for which a pin holds if its process dies."""
+_RENEW_S = LEASE_S / 3
+
+
+class Pins:
+    """Pins rollouts in the store, and renews the pins of those that requests hold. One per application."""
+
+    def __init__(self, store: Store, metrics: Metrics) -> None:
+        self.store = store
+        self.metrics = metrics
+        self.held: Counter[str] = Counter()
+        """Number of running requests by rollout."""
+
+    async def pin(self, rollout: str, failure: str) -> bool:
+        """Mark a rollout as used, and keep it for the next `LEASE_S` seconds; False if the store fails."""
+        try:
+            await self.store.pin(rollout, time.time() + LEASE_S)
+        except StoreError as error:
+            error.report(self.metrics, failure)
+            return False
+        return True
+
+    async def renew_forever(self) -> None:
+        """Renew the pins of rollouts in use, until cancelled."""
+        while True:
+            await asyncio.sleep(_RENEW_S)
+            for rollout in list(self.held):
+                if not await self.pin(rollout, "a rollout in use could not be pinned"):
+                    break
+
+
+class Claims:
+    """The turns that a request claimed and the rollouts that it uses, until the end of the block."""
+
+    def __init__(self, pins: Pins) -> None:
+        self._pins = pins
+        self._claims: list[asyncio.Future[str | None]] = []
+        self._kept: set[str] = set()
+        self._rollouts: set[str] = set()
+
+    async def __aenter__(self) -> "Claims":
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        held = self._pins.held
+        for rollout in self._rollouts:
+            held[rollout] -= 1
+            if not held[rollout]:
+                del held[rollout]
+        for claiming in self._claims:
+            try:
+                if (turn := await claiming) is not None and turn not in self._kept:
+                    await self._pins.store.release(turn)
+            except StoreError as error:
+                error.report(self._pins.metrics, "a turn that was claimed in vain may stay claimed")
+
+    async def take(self, key: bytes, ids: bytes) -> str | None:
+        """Claim a turn of those with equal ids under a key; None if none is open. Raises StoreError."""
+        claiming = asyncio.ensure_future(self._pins.store.claim(key, ids))
+        # if the caller is cancelled, the turn may be claimed still: the end of the block waits for it
+        self._claims.append(claiming)
+        return await asyncio.shield(claiming)
+
+    def keep(self, turn: str) -> None:
+        """Leave a turn claimed after the block, because one that continues it was recorded."""
+        self._kept.add(turn)
+
+    def hold(self, rollout: str) -> None:
+        """Renew the pin of a rollout until the end of the block."""
+        if rollout not in self._rollouts:
+            self._rollouts.add(rollout)
+            self._pins.held[rollout] += 1
+
+    async def pin(self, rollout: str) -> bool:
+        """Keep a rollout from eviction until the end of the block; False if the store does not respond."""
+        self.hold(rollout)
+        # the ids are exact without the pin; an eviction would leave the new turn without its parent
+        return await self._pins.pin(rollout, "a rollout in use is not kept from eviction")

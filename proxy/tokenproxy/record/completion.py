@@ -1,0 +1,143 @@
+"""A completion as an engine returned it, and whether it can be trained on.
+
+A turn becomes a sample only if the number of its ids equals that of its log-probabilities and no field of the
+engine's response contradicts them. A turn with inconsistent evidence is refused with a `Problem`, never
+padded.
+"""
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+
+from tokenproxy.record.turn import Alternatives, WeightSpan
+from tokenproxy.record.vocabulary import BROKEN_OFF, Problem
+
+
+@dataclass(slots=True)
+class SampledChoice:
+    """One choice of a completion."""
+
+    index: int = 0
+    message: dict[str, Any] = field(default_factory=dict)
+    """The assistant's message as the engine parsed it."""
+    ids: Sequence[int] | None = None
+    """The sampled ids, including the stop token; None if the engine returned no ids."""
+    logprobs: Sequence[float] | None = None
+    """One for each id; None if the engine returned none."""
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    counted: int | None = None
+    """Number of ids as counted by the engine."""
+    weight_versions: tuple[WeightSpan, ...] = ()
+    weights_uncertain: bool = False
+    """As `Turn.weights_uncertain`."""
+    routed_experts: str | None = None
+    raw_ids: bytes = b""
+    """`ids` as a compact JSON array; empty if they were not kept in this form."""
+    sampling_mask: list[list[int]] | None = None
+    """For each sampled id the ids that could be sampled there; None if the engine returned none."""
+    alternatives: Alternatives = field(default_factory=list)
+    """One list for each id; empty if the engine returned none."""
+    unreadable: str = ""
+    """Names of the evidence fields that could not be read; empty if all could."""
+    prompt_ids: bytes | None = None
+    """The prompt of this choice as the engine echoed it, where a request has several prompts: see
+    `Completion.by_prompt`."""
+
+
+class Batch(NamedTuple):
+    """The prompts of a request of the completions route, whose choices come prompt by prompt."""
+
+    prompts: tuple[bytes, ...]
+    """Each as it was sent, a JSON array of ids; empty if the engine converts a text."""
+    choices: int
+    """The number of choices of each prompt."""
+
+    def prompt_of(self, choice: int) -> int:
+        """The position of the prompt of a choice, given the choice's index in the response."""
+        return min(choice // self.choices, len(self.prompts) - 1)
+
+
+@dataclass(slots=True)
+class Completion:
+    """A completion, whole or as far as it arrived."""
+
+    prompt_ids: bytes | None = None
+    """The prompt that the engine echoed, a JSON array; None if it echoed none."""
+    choices: list[SampledChoice] = field(default_factory=list)
+    completion_tokens: int | None = None
+    """Number of sampled ids in all choices, as counted by the engine."""
+    cached_tokens: int | None = None
+    """Number of prompt ids from the engine's prefix cache; None if the engine did not tell."""
+    packed_prompt: bytes | None = field(default=None, compare=False)
+    """The ids of `prompt_ids`, packed; None if they were not converted yet."""
+
+    @property
+    def broken_off(self) -> bool:
+        """Whether the engine did not end one of the choices."""
+        return any(choice.finish_reason in BROKEN_OFF for choice in self.choices)
+
+    def by_prompt(self, batch: Batch) -> "dict[int, Completion]":
+        """The completion of each prompt that has choices here, by the position of the prompt.
+
+        Example: with two choices of each prompt, those with the indexes 2 and 3 belong to prompt 1.
+        """
+        parts: dict[int, Completion] = {}
+        for choice in self.choices:
+            part = parts.setdefault(batch.prompt_of(choice.index), Completion())
+            part.prompt_ids = part.prompt_ids or choice.prompt_ids
+            part.choices.append(choice)
+        if self.completion_tokens is not None:
+            # the engine counts all choices together: a difference shows in each part
+            surplus = self.completion_tokens - _sampled(self.choices)
+            for part in parts.values():
+                part.completion_tokens = _sampled(part.choices) + surplus
+        return parts
+
+
+def same_ids(left: bytes, right: bytes) -> bool:
+    """Whether two JSON arrays hold the same ids; equal bytes, the usual case, are not parsed."""
+    return left == right or msgspec.json.decode(left) == msgspec.json.decode(right)
+
+
+def _sampled(choices: Sequence[SampledChoice]) -> int:
+    """The number of sampled ids in all choices."""
+    return sum(len(choice.ids or ()) for choice in choices)
+
+
+def untrainable_reason(
+    completion: Completion, choice: SampledChoice, sent: bytes, *, media: bool
+) -> Problem | None:
+    """The most severe problem that makes a choice untrainable; None if there is none.
+
+    Args:
+        sent: the prompt that was sent to the engine, as a JSON array of ids; empty if it rendered messages.
+    """
+    if completion.prompt_ids is None or not completion.prompt_ids[:64].strip(b"[] \t\r\n"):
+        odd = choice.unreadable == "prompt_token_ids"
+        return Problem.UNREADABLE_EVIDENCE if odd else Problem.NO_PROMPT_IDS
+    if sent and not same_ids(sent, completion.prompt_ids):
+        return Problem.PROMPT_MISMATCH
+    if choice.unreadable:
+        return Problem.UNREADABLE_EVIDENCE
+    if choice.ids is None:
+        return Problem.NO_COMPLETION_IDS
+    count = len(choice.ids)
+    if len(choice.logprobs or ()) > count:
+        return Problem.IDS_MISSING
+    together = _sampled(completion.choices)
+    if choice.counted not in (None, count) or completion.completion_tokens not in (None, together):
+        return Problem.USAGE_MISMATCH
+    if media:
+        return Problem.MEDIA
+    if choice.logprobs is None:
+        return Problem.NO_LOGPROBS
+    if len(choice.logprobs) != count:
+        return Problem.LOGPROBS_MISMATCH
+    # in whose precision a large number is infinite; a sum of finite ones is finite in double precision
+    stored = array("f", choice.logprobs)
+    return None if math.isfinite(sum(stored)) else Problem.LOGPROBS_NOT_FINITE

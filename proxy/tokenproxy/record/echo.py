@@ -1,0 +1,208 @@
+"""Tokens that clients send back unread, and which name the turn they came from.
+
+A client echoes thinking signatures, ids of tool calls and of response items, and encrypted reasoning. The
+proxy puts a signed turn id into them, so that of several turns with equal text the one is continued that this
+client got:
+
+    token = base64url(turn id | item | signature)        16 + 2 + 12 bytes
+    signature = HMAC-SHA256(secret, tenant | 0 | turn id | item), its first bytes
+
+The secret belongs to the store, so every process that shares it reads the tokens of the others. A token holds
+no text, and names nothing to another tenant.
+"""
+
+import base64
+import binascii
+import hmac
+import os
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import msgspec
+
+from tokenproxy.base.request import ChatRequest
+from tokenproxy.monitoring.metrics import Metrics
+from tokenproxy.record.cache import CachedTurn
+from tokenproxy.record.store import Store, StoreError
+
+_SECRET, _SECRET_BYTES = "secret", 32
+"""Space of the secret in a store."""
+_TURN_BYTES, _ITEM_BYTES, _SIGNATURE_BYTES = 16, 2, 12
+_TOKEN = re.compile(r"[A-Za-z0-9_-]{40}")
+"""A token has 30 bytes, which are 40 characters."""
+_UNIQUE = re.compile(r"(?:chatcmpl-tool-|call_|toolu_)[0-9A-Za-z]{16,}|.*[0-9a-f]{16}.*")
+"""Matches ids that an engine draws at random; `functions.get_weather:0` and `9f3bAx02k` repeat."""
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_CALL_PREFIX, _QUOTED_PREFIX = "call_", b'"call_'
+_TOKEN_IDS = re.compile(rb'"(call_[A-Za-z0-9_-]{40})"')
+
+
+class Echo(NamedTuple):
+    """What a token names."""
+
+    turn: str
+    item: int
+    """Index among what the turn gave the client, such as its tool calls."""
+
+
+class Signer:
+    """Makes and reads the tokens of one store."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+
+    def sign(self, tenant: str, turn: str, item: int = 0) -> str:
+        """The token of a turn: 40 characters of the base64url alphabet.
+
+        Raises:
+            ValueError: `turn` is not the id of a turn, which has 32 hexadecimal digits.
+        """
+        named = bytes.fromhex(turn) + item.to_bytes(_ITEM_BYTES, "big")
+        if len(named) != _TURN_BYTES + _ITEM_BYTES:
+            raise ValueError(f"{turn} is not the id of a turn")
+        return base64.urlsafe_b64encode(named + self._signature(tenant, named)).decode()
+
+    def read(self, tenant: str, token: str) -> Echo | None:
+        """What a token names; None if it is not one that was made for this tenant."""
+        if not _TOKEN.fullmatch(token):
+            return None
+        try:
+            data = base64.urlsafe_b64decode(token)
+        except binascii.Error:
+            return None
+        named, signature = data[:-_SIGNATURE_BYTES], data[-_SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, self._signature(tenant, named)):
+            return None
+        return Echo(named[:_TURN_BYTES].hex(), int.from_bytes(named[_TURN_BYTES:], "big"))
+
+    def _signature(self, tenant: str, named: bytes) -> bytes:
+        return hmac.digest(self._secret, tenant.encode() + b"\0" + named, "sha256")[:_SIGNATURE_BYTES]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTokens:
+    """Makes the tokens of one turn, for the response to its client."""
+
+    signer: Signer
+    tenant: str
+    turn: str
+
+    def token(self, item: int = 0) -> str:
+        """The token of the turn, or of one item of it."""
+        return self.signer.sign(self.tenant, self.turn, item)
+
+    def call_id(self, own: str, item: int) -> str:
+        """The id under which a client gets a tool call: the engine's own if it is unique, else a token.
+
+        Args:
+            own: the engine's id.
+            item: index of the call in the message.
+        """
+        return own if is_unique(own) else _CALL_PREFIX + self.token(item)
+
+
+def turn_in(token: str) -> str | None:
+    """The turn in a token that was not verified; None if the text has another form."""
+    if not _TOKEN.fullmatch(token):
+        return None
+    return base64.urlsafe_b64decode(token)[:_TURN_BYTES].hex()
+
+
+def is_unique(call_id: str) -> bool:
+    """Whether an id of a tool call was drawn at random, so that no other call has it."""
+    return _UNIQUE.fullmatch(call_id) is not None
+
+
+async def _secret(store: Store) -> bytes:
+    """The same for all processes that share a store; made at the first call. Raises StoreError."""
+    await store.put(_SECRET, "", os.urandom(_SECRET_BYTES), before=None)
+    return (await store.get(_SECRET, [""]))[""]
+
+
+class Echoes:
+    """Finds out which turns the tokens of a request name. One per application."""
+
+    def __init__(
+        self, store: Store, load: Callable[[str], Awaitable[CachedTurn | None]], metrics: Metrics
+    ) -> None:
+        """`load` returns a recorded turn, None if it is gone; it may raise StoreError."""
+        self._store = store
+        self._load = load
+        self._metrics = metrics
+        self._signer: Signer | None = None
+
+    async def signer(self) -> Signer | None:
+        """Makes and reads tokens; None while the store does not respond."""
+        if self._signer is None:
+            try:
+                self._signer = Signer(await _secret(self._store))
+            except StoreError as error:
+                error.report(self._metrics, "responses carry no tokens of their turns")
+        return self._signer
+
+    async def resolve(self, request: ChatRequest) -> ChatRequest:
+        """The request with the turns that its tokens name, and with the engine's own ids of tool calls."""
+        if not request.tokens and _QUOTED_PREFIX not in request.messages:
+            return request
+        signer = await self.signer()
+        if signer is None:
+            return request
+        echoed = {
+            index: echo.turn
+            for index, tokens in request.tokens.items()
+            for token in tokens
+            if (echo := signer.read(request.tenant, token)) is not None
+        }
+        ids = await self._own_ids(request, signer)
+        if not ids:
+            return replace(request, echoed=echoed)
+        try:
+            messages, named = _with_ids(request.messages, ids)
+        except _UNREADABLE:
+            return replace(request, echoed=echoed)  # the engine refuses them with its own message
+        fields = {**request.fields, "messages": msgspec.Raw(messages)}
+        return replace(request, fields=fields, messages=messages, echoed=named | echoed)
+
+    async def _own_ids(self, request: ChatRequest, signer: Signer) -> dict[str, "_OwnId"]:
+        """The engine's ids of the calls that clients know under a token, by that name."""
+        found: dict[str, _OwnId] = {}
+        for name in set(_TOKEN_IDS.findall(request.messages)):
+            call_id = name.decode()
+            echo = signer.read(request.tenant, call_id.removeprefix(_CALL_PREFIX))
+            if echo is None:
+                continue
+            try:
+                turn = await self._load(echo.turn)
+            except StoreError as error:
+                error.report(self._metrics, "a request's ids of tool calls stay those of the client")
+                break
+            if turn is not None and echo.item < len(turn.call_ids):
+                found[call_id] = _OwnId(turn.call_ids[echo.item], echo.turn)
+        return found
+
+
+class _OwnId(NamedTuple):
+    own: str
+    """The engine's id of a call."""
+    turn: str
+
+
+def _with_ids(messages: bytes, ids: Mapping[str, _OwnId]) -> tuple[bytes, dict[int, str]]:
+    """The messages with the engine's ids of tool calls, and the turns of the calls by index of message.
+
+    Raises one of `_UNREADABLE` if they are not a list of objects.
+    """
+    parsed: list[dict[str, Any]] = msgspec.json.decode(messages, type=list[dict[str, Any]])
+    named: dict[int, str] = {}
+    for index, message in enumerate(parsed):
+        answered = ids.get(str(message.get("tool_call_id")))
+        if answered is not None:
+            message["tool_call_id"] = answered.own
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            if isinstance(call, dict) and (called := ids.get(str(call.get("id")))) is not None:
+                call["id"] = called.own
+                named[index] = called.turn
+    return msgspec.json.encode(parsed), named

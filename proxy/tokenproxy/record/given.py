@@ -1,0 +1,354 @@
+"""Prompts with ids from the client: appends messages to them, places their images and their turns."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from threading import Event
+from typing import Any
+
+import msgspec
+
+from chat_tokenizer import InvalidIds, TemplateUnsupported, TokenizationError, ids
+from chat_tokenizer.encoder import Limit
+from chat_tokenizer.errors import TooManyIds
+from chat_tokenizer.placeholders import PlaceholdersDiffer
+from tokenproxy.base.errors import BadRequest, NotReady, Unsupported
+from tokenproxy.base.request import ChatRequest, GivenIds
+from tokenproxy.record.appending import (
+    Appended,
+    NewMessages,
+    Prefix,
+    append,
+    is_truncated,
+    prefix_of,
+    suffix,
+    too_long,
+)
+from tokenproxy.record.audit import Messages
+from tokenproxy.record.claims import Claims
+from tokenproxy.record.conversation import Conversation
+from tokenproxy.record.images import ImageModel, ImageRef, NotLoadable, place, refs_in
+from tokenproxy.record.match import Match, same_images
+from tokenproxy.record.placing import UNREADABLE, Placer
+from tokenproxy.record.plan import Extended, Given, Placement, PromptPlan, ServedModel
+from tokenproxy.record.turn import PromptImage, request_time, unpack_ids
+from tokenproxy.record.vocabulary import Reason
+
+_APPEND = "append_messages"
+_split = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_parse = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+async def plan_given(
+    placer: Placer, request: ChatRequest, given: GivenIds, model: ServedModel, claims: Claims
+) -> PromptPlan:
+    """Plan a prompt of given ids, with the messages that the request appends to them.
+
+    Raises:
+        BadRequest: as `place_images`, `append_messages` and `place_given`.
+        Unsupported, Overloaded, NotReady: as `append_messages`.
+    """
+    given, images = await place_images(placer, request, given, model)
+    if request.append is None:
+        check_ids_fit(request, given, model)
+        prompt = ids.compact(given.raw)
+        placement = await place_given(placer, request, prompt, model, claims, images)
+        return Given(
+            placement=placement,
+            reason=Reason.IDS_GIVEN,
+            prompt=prompt,
+            reused=given.count,
+            appended=0,
+            images=images,
+        )
+    whole = await append_messages(placer, request, given, model)
+    images = (*images, *whole.images)
+    placement = await place_given(placer, request, whole.prompt, model, claims, images)
+    return Extended(
+        placement=placement,
+        prompt=whole.prompt,
+        reused=given.count,
+        appended=whole.appended,
+        images=images,
+    )
+
+
+def check_ids_fit(request: ChatRequest, given: GivenIds, model: ServedModel) -> None:
+    """Refuse given ids that are longer than the context, unless the engine is to truncate them.
+
+    Raises:
+        BadRequest: they are longer; `param` is the client's name for them.
+    """
+    if is_truncated(request):
+        return
+    if model.max_model_len is not None and given.count > model.max_model_len:
+        raise too_long(given.count, model.max_model_len, given.field)
+
+
+async def append_messages(
+    placer: Placer, request: ChatRequest, given: GivenIds, model: ServedModel, *, to_complete: bool = True
+) -> Appended:
+    """Append messages to given ids with the chat template.
+
+    Args:
+        to_complete: whether a completion follows, so that the whole prompt must fit the model's context.
+            Otherwise only the appended ids must.
+
+    Raises:
+        BadRequest: the template refuses the messages, an image is invalid, or the prompt is longer than the
+            model's context.
+        Unsupported: there is no tokenizer, or no exact append for this template.
+        Overloaded: the limit of concurrent tokenising is reached.
+        NotReady: there is no history, and the template has not been examined yet.
+    """
+    tokenizer = model.tokenizer
+    if tokenizer is None:
+        raise model.tokenizer_error or Unsupported("appending needs the model's tokenizer")
+    if to_complete:
+        check_ids_fit(request, given, model)
+    before = given.count if to_complete and not is_truncated(request) else 0
+    most_ids = None if model.max_model_len is None else model.max_model_len - before
+    raw = request.append or b"[]"
+
+    def parse() -> tuple[Messages, Messages | None]:
+        new, history = objects(raw, _APPEND), _history(request)
+        if history and history[-1].get("role") == "assistant":
+            return new, history
+        if tokenizer.proof is None:
+            raise NotReady(
+                "the chat template is still being examined, which takes seconds after the start: send the "
+                "conversation as `messages` too, or try again",
+                param="messages",
+                code="template_unproved",
+            )
+        return new, None
+
+    try:
+        if reserved := tokenizer.reserved(request.rendering.parse_template_kwargs()):
+            raise BadRequest(
+                f"`chat_template_kwargs` cannot set {', '.join(reserved)} together with `append_messages`",
+                param="chat_template_kwargs",
+            )
+        prefix = Prefix(ids.compact(given.raw), given.count)
+        new = NewMessages(_APPEND, 0, parse, _APPEND in request.media, len(raw) + len(request.messages))
+        return await append(placer, request, model, tokenizer, prefix, new, most_ids)
+    except TooManyIds as error:
+        assert model.max_model_len is not None  # else there is no limit
+        raise too_long(before + error.count, model.max_model_len, _APPEND, at_least=error.at_least) from error
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"`tools`: {error}", param="tools") from error
+    except TemplateUnsupported as error:
+        raise Unsupported(
+            f"cannot append exactly: {error}", param=_APPEND, code="template_unsupported"
+        ) from error
+    except InvalidIds as error:
+        raise BadRequest(f"`{given.field}` {error}", param=given.field) from error
+    except NotLoadable as error:
+        raise BadRequest(str(error), param=_APPEND, code="image_not_loaded") from error
+    except TokenizationError as error:
+        raise BadRequest(f"`{_APPEND}`: {error}", param=_APPEND) from error
+
+
+def _history(request: ChatRequest) -> list[dict[str, Any]]:
+    """The messages before those to append, which are the end of the request's messages. Raises BadRequest."""
+    messages = objects(request.messages, "messages") if request.messages else []
+    return messages[: len(messages) - len(_split(request.append or b"[]"))]
+
+
+async def place_given(
+    placer: Placer,
+    request: ChatRequest,
+    prompt: bytes,
+    model: ServedModel,
+    claims: Claims,
+    images: Sequence[PromptImage] = (),
+) -> Placement:
+    """Find where to record the turn of a request with given ids.
+
+    It is recorded in its session, else in the rollout that its messages continue, else in a new rollout if it
+    has messages, else nowhere. It is findable by its text only if its ids are exactly those of the recorded
+    conversation.
+
+    Args:
+        prompt: the whole prompt as a compact JSON array.
+        images: those of the prompt. A turn with the same ids and other images is not continued.
+
+    Raises:
+        BadRequest: the prompt continues a turn with images, and the engine takes none together with ids.
+    """
+    whole = bool(request.messages)
+    try:
+        messages = request.messages or request.append or b"[]"
+        conversation, scope = await placer.identify(request, messages, model)
+    except UNREADABLE:
+        return placer.nowhere(request, model)  # the engine refuses them
+    if not request.record:
+        return placer.nowhere(request, model)
+    match = Match()
+    if whole:
+        match = await placer.match(
+            request,
+            conversation,
+            scope,
+            claims,
+            lambda turn: turn.begins(prompt) and same_images(turn.images, images[: len(turn.images)]),
+        )
+    proved = whole and await _proves(placer, conversation, match, prompt, request, model)
+    if request.session is None and not whole:
+        return placer.nowhere(request, model)
+    placement = placer.place(request, model, scope, conversation, match)
+    parent, first_new = match.turn, match.end + 1
+    if parent is not None and parent.rollout != placement.session.id:
+        parent = None
+    if parent is None:
+        turns = await placer.longest_in_session(request, prompt, images if model.images else None)
+        if model.images is None and any(turn.images for turn in turns):
+            # without its images, the engine would read the placeholders as text
+            raise no_images(request.given.field if request.given else "messages")
+        parent = turns[0] if turns else None
+        first_new = conversation.ends[0] + 1 if whole and conversation.ends else 0
+    return replace(
+        placement,
+        parent=parent,
+        first_new=first_new if parent else 0,
+        findable=proved,
+        holder=placement.holder or (parent.replica if parent else ""),
+        held_since=placement.held_since or (request_time(parent.id) if parent else 0.0),
+    )
+
+
+async def _proves(
+    placer: Placer,
+    conversation: Conversation,
+    match: Match,
+    prompt: bytes,
+    request: ChatRequest,
+    model: ServedModel,
+) -> bool:
+    """Whether a prompt equals the proxy's own: recorded ids, then the template's suffix."""
+    tokenizer, rendering, turn = model.tokenizer, request.rendering, match.turn
+    if tokenizer is None or conversation.media or not request.findable:
+        return False
+    if turn is None and conversation.holds_assistant:
+        return False  # its earlier turns were sampled elsewhere: a rendering proves nothing about them
+
+    stop = Event()
+    # stop at more ids than the prompt has: they cannot be equal
+    limit = Limit(ids.check(prompt), stop.is_set)
+    first = match.end + 1
+
+    def prove() -> bool:
+        new = conversation.parse(first, len(conversation.raws))
+        try:
+            if turn is not None:
+                history = conversation.history(first)
+                appended = suffix(tokenizer, prefix_of(turn), new, rendering, history, limit=limit)
+                return ids.join(turn.ids, appended) == prompt
+            rendered = tokenizer.render(
+                new,
+                tools=rendering.parse_tools(),
+                add_generation_prompt=rendering.add_generation_prompt,
+                template_kwargs=rendering.parse_template_kwargs(),
+                limit=limit,
+            )
+        except TokenizationError:
+            return False
+        return ids.dump(rendered) == prompt
+
+    size = sum(memoryview(raw).nbytes for raw in conversation.raws[first:])
+    return await placer.encoders.run(prove, size, tokenises=True, stop=stop)
+
+
+async def place_images(
+    placer: Placer, request: ChatRequest, given: GivenIds, model: ServedModel
+) -> tuple[GivenIds, tuple[PromptImage, ...]]:
+    """The given ids with every image expanded, and where the images are in them.
+
+    Images come from the request's `images`, else from its `messages`, else from the recorded turn of the
+    session whose ids the prompt begins with. Each placeholder is expanded exactly once, however it came.
+
+    Raises:
+        BadRequest: the images are not those of the placeholders, one is invalid, or the engine takes no
+            images together with ids.
+    """
+    images, placeholder = model.images, model.placeholder
+    if images is None and (request.images or request.media):
+        raise no_images(request.media[0] if request.media else request.images_field)
+    holds_placeholder = (
+        placeholder is not None and re.search(rb"[\[,\s]%d[\],\s]" % placeholder, given.raw) is not None
+    )
+    if not request.images and not holds_placeholder:
+        return given, ()
+    if images is None:
+        # without its images, the engine would read the placeholders as text
+        raise no_images(given.field)
+    field = request.images_field if request.images is not None else "messages"
+    if request.images is None and "messages" not in request.media:
+        return given, await _recorded_images(placer, request, given, images)
+    try:
+        if request.images is not None:
+            refs = [ImageRef(f"{field}[{index}]", url) for index, url in enumerate(request.images)]
+        else:
+            refs = refs_in(_history(request), field)
+        loaded = await placer.images.load(refs, images, field)
+        expanded, prompt_images = place(_unpack(given), images, loaded, 0)
+    except NotLoadable as error:
+        raise BadRequest(str(error), param=field, code="image_not_loaded") from error
+    except PlaceholdersDiffer as error:
+        raise BadRequest(f"`{given.field}` and `{field}`: {error}", param=field) from error
+    return replace(given, raw=ids.dump(expanded), count=len(expanded)), tuple(prompt_images)
+
+
+def _unpack(given: GivenIds) -> list[int]:
+    """The given ids as integers. Raises BadRequest if one has more than 32 bits."""
+    try:
+        return unpack_ids(ids.pack(given.raw))
+    except InvalidIds as error:
+        raise BadRequest(f"`{given.field}` {error}", param=given.field) from error
+
+
+def no_images(field: str) -> BadRequest:
+    """The error for images next to ids on an engine that does not take them so."""
+    return BadRequest(
+        f"`{field}` holds images, and this engine takes no images together with prompt ids: serve a model of "
+        "images whose chat template takes parts, start vLLM with --enable-scale-out, and send no `stop` "
+        "strings",
+        param=field,
+        code="no_images",
+    )
+
+
+async def _recorded_images(
+    placer: Placer, request: ChatRequest, given: GivenIds, model: ImageModel
+) -> tuple[PromptImage, ...]:
+    """The images of the recorded turn that given ids begin with. Raises BadRequest."""
+    turns = await placer.longest_in_session(request, ids.compact(given.raw))
+    recorded, problem = turns[0].images if turns else (), ""
+    if not all(same_images(turn.images, recorded) for turn in turns):
+        problem = (
+            f"recorded turns with the ids of `{given.field}` hold different images: send those of the prompt"
+        )
+    outside = _unpack(given)
+    for image in reversed(recorded):
+        del outside[image.offset : image.offset + image.length]
+    if not problem and model.placeholder in outside:
+        problem = (
+            f"`{given.field}` holds the placeholder of images, {model.placeholder}, and its images are not "
+            "recorded: send them"
+        )
+    if problem:
+        raise BadRequest(
+            f"{problem} in `{request.images_field}`, or send the conversation as `messages`",
+            param=request.images_field,
+            code="images_missing",
+        )
+    return recorded
+
+
+def objects(raw: bytes, field: str) -> list[dict[str, Any]]:
+    """A JSON array of objects. Raises BadRequest, naming `field`."""
+    try:
+        # one by one, because parsing holds the GIL
+        return [_parse(each) for each in _split(raw)]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"`{field}`: {error}", param=field) from error

@@ -1,0 +1,92 @@
+"""Creates and runs the parts that use the record of turns."""
+
+import asyncio
+import logging
+
+from tokenproxy.base.request import ThinkingPolicy
+from tokenproxy.monitoring.metrics import Metrics
+from tokenproxy.record.audit import Auditor
+from tokenproxy.record.cache import TurnCache
+from tokenproxy.record.claims import Claims, Pins
+from tokenproxy.record.echo import Echoes
+from tokenproxy.record.encoders import EncoderPool
+from tokenproxy.record.feed_tasks import finish_idle_forever, report_consumers_forever
+from tokenproxy.record.feed_watch import FeedWatch
+from tokenproxy.record.images import ImageLoader
+from tokenproxy.record.match import Matcher
+from tokenproxy.record.placing import Placer
+from tokenproxy.record.planner import Planner
+from tokenproxy.record.recorder import Recorder
+from tokenproxy.record.retries import Retries
+from tokenproxy.record.store import Store, StoreError
+from tokenproxy.record.tasks import Tasks
+
+log = logging.getLogger("tokenproxy")
+
+EVICTION_INTERVAL_S = 60.0
+"""Seconds between two searches for rollouts that are too old."""
+
+
+class History:
+    """Planner, recorder and retries over one store. One per application."""
+
+    def __init__(
+        self,
+        store: Store,
+        encoders: EncoderPool,
+        metrics: Metrics,
+        cache_bytes: int,
+        auditor: Auditor,
+        overflow: str = "error",
+        finish_after_s: float = 0.0,
+        images: ImageLoader | None = None,
+        thinking_policy: ThinkingPolicy = ThinkingPolicy.KEEP,
+    ) -> None:
+        """`overflow`, `finish_after_s` and `thinking_policy` are the settings of these names."""
+        self.auditor = auditor
+        self.store = store
+        self.metrics = metrics
+        self.cache = TurnCache(cache_bytes)
+        self.tasks = Tasks()
+        self.pins = Pins(store, metrics)
+        matcher = Matcher(store, self.cache, encoders)
+        loader = images or ImageLoader(encoders)
+        self.placer = Placer(store, self.cache, matcher, encoders, metrics, auditor, loader)
+        self.planner = Planner(self.placer, thinking_policy, renders_overflow=overflow == "render")
+        self.echoes = Echoes(store, matcher.load, metrics)
+        self.recorder = Recorder(store, self.cache, encoders, metrics, self.tasks)
+        self.retries = Retries(store, metrics, self.tasks)
+        self.feed_watch = FeedWatch(store)
+        self._finish_after_s = finish_after_s
+
+    def claims(self) -> Claims:
+        """What a request will hold of the record, to be used as a block."""
+        return Claims(self.pins)
+
+    async def open(self) -> None:
+        """Open the store. Raises StoreError."""
+        await self.store.open()
+        self.tasks.run_forever(self._evict_old())
+        self.tasks.run_forever(self.pins.renew_forever())
+        self.tasks.run_forever(self.feed_watch.poll_forever())
+        self.tasks.run_forever(report_consumers_forever(self.store, self.metrics))
+        if self._finish_after_s:
+            self.tasks.run_forever(finish_idle_forever(self.store, self.metrics, self._finish_after_s))
+
+    async def aclose(self) -> None:
+        """Finish recording, then close the store."""
+        self.auditor.close()
+        await self.tasks.aclose()
+        await self.store.aclose()
+
+    async def _evict_old(self) -> None:
+        while True:
+            await asyncio.sleep(EVICTION_INTERVAL_S)
+            try:
+                evicted = await self.store.evict()
+            except StoreError as error:
+                error.report(self.metrics, "old rollouts could not be evicted")
+                continue
+            if evicted.rollouts:
+                self.metrics.count_evicted(evicted.rollouts, evicted.undelivered)
+                log.info("evicted %d old rollouts (%d turns)", evicted.rollouts, evicted.turns)

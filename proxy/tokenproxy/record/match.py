@@ -1,0 +1,385 @@
+"""Finds the recorded turn that a request continues.
+
+The longest recorded conversation wins. Turns are searched first by the exact spelling of the conversation,
+then by a digest that ignores dropped reasoning and stripped text, then by one that ignores the arguments of
+tool calls that were cut off; each candidate is then checked. Turns with equal ids are one candidate. If
+several candidates with different ids remain, the one is used that the client names by a token (`echo.py`);
+if it names none, the prompt is rendered. A prompt of ids continues the turn with the most ids that it begins
+with, whatever its text.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import NamedTuple
+
+import msgspec
+
+from chat_tokenizer.canonical import extend
+from tokenproxy.record.cache import CachedTurn, TurnCache, read_turn
+from tokenproxy.record.claims import Claims
+from tokenproxy.record.conversation import Conversation
+from tokenproxy.record.identity import (
+    BARE,
+    EXACT,
+    KINDS,
+    Scope,
+    changed_part,
+    content_key,
+    prefix_keys,
+    text_keys,
+    whole_key,
+)
+from tokenproxy.record.store import FOUND_AT_MOST, CandidateGroup, Found, Store
+from tokenproxy.record.turn import PromptImage, Turn, pack_ids
+from tokenproxy.record.vocabulary import Reason
+
+_LOOKUPS = (1, 64, 1024)
+"""Numbers of ends of turns in the first look-ups; further ones are as large as the last. Most requests
+continue the last turn of their history."""
+_PREFIX_LOOKUP = 192
+"""Number of keys in one lookup of a prompt of ids."""
+_EXPLAINED = 4
+"""Number of recorded turns that are read to explain a miss."""
+_NOTHING = Found(0, [])
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The recorded turn that a request continues, or the reason why there is none."""
+
+    turn: CachedTurn | None = None
+    end: int = -1
+    """Index of its message in the request; -1 if nothing was found."""
+    reason: Reason | None = None
+    """The reason if no turn was found, or not for all of the history."""
+    candidates: int = 0
+    """Number of recorded turns with this text, with any ids."""
+    same_rollout: bool = True
+    """Whether the request belongs to the rollout of `turn`. If not, only the ids are reused."""
+    claimed: bool = False
+    """Whether `turn` was claimed for this request among several."""
+    shared: tuple[bytes, bytes] | None = None
+    """Set if other rollouts may hold turns with the ids of `turn`: the key that finds them, and the
+    `ids_digest`."""
+
+
+class _Search(NamedTuple):
+    """What is searched for a request."""
+
+    conversation: Conversation
+    scope: Scope
+    rollout: str | None
+    """Only turns of this rollout; None for all in the scope."""
+    echoed: Mapping[int, str]
+    """The turns that the client names, by the indexes of their messages."""
+
+
+class _Fit(NamedTuple):
+    """Turns with equal ids that a request may continue."""
+
+    group: CandidateGroup
+    turn: CachedTurn
+    """One of them."""
+    repaired: bool
+    """Whether the client completed the JSON of one of its tool calls."""
+
+
+class Matcher:
+    """Finds the turns that requests continue. Every method may raise StoreError."""
+
+    def __init__(self, store: Store, cache: TurnCache, executor: Executor | None = None) -> None:
+        self.store = store
+        self._cache = cache
+        self._executor = executor
+
+    async def match(
+        self,
+        conversation: Conversation,
+        scope: Scope,
+        rollout: str | None = None,
+        echoed: Mapping[int, str] | None = None,
+    ) -> Match:
+        """The longest recorded conversation that a request continues.
+
+        Args:
+            rollout: only turns of this rollout; None for all in the scope.
+            echoed: the turns that the client names, by the indexes of their messages: they decide between
+                turns with equal text.
+        """
+        search = _Search(conversation, scope, rollout, echoed or {})
+        if not conversation.holds_assistant:
+            return Match(reason=Reason.FIRST_TURN)
+        ends, sizes = list(conversation.ends), list(_LOOKUPS)
+        while ends:
+            size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
+            keys = {end: text_keys(scope, conversation, end) for end in ends[:size]}
+            found = await self.store.find([key for of_end in keys.values() for key in of_end])
+            for end in keys if found else ():
+                match = await self._choose(keys[end], found, search, end)
+                if match is not None:
+                    return match
+            del ends[:size]
+        return Match(reason=await self._explain(search))
+
+    async def match_ids(self, prompt: bytes, scope: Scope, rollout: str | None = None) -> Match:
+        """The recorded turn with the most ids that a prompt begins with, of those that the index holds.
+
+        Args:
+            prompt: a compact JSON array of ids.
+            rollout: only turns of this rollout; None for all in the scope.
+        """
+        keys = prefix_keys(scope, _pack_prompt(prompt))
+        for start in range(0, len(keys), _PREFIX_LOOKUP):
+            part = keys[start : start + _PREFIX_LOOKUP]
+            found = await self.store.find(part)
+            for key in part:
+                groups = found.get(key, _NOTHING).groups
+                turns = [
+                    each.turn
+                    for group in groups
+                    for each in group.candidates
+                    if each.turn and rollout in (None, each.rollout)
+                ]
+                if longest := await self.longest(turns, prompt):
+                    digest: bytes = longest[0].hasher.digest()
+                    return Match(longest[0], shared=None if rollout else (whole_key(scope, digest), digest))
+        return Match()
+
+    async def claim(self, match: Match, claims: Claims) -> Match:
+        """Choose one of the turns with equal ids that several rollouts hold: one that no request continues.
+
+        If all are continued, only the ids are reused (`same_rollout` is false).
+        """
+        if match.shared is None:
+            return match
+        key, ids = match.shared
+        groups = (await self.store.find([key])).get(key, _NOTHING).groups
+        group = next((group for group in groups if group.ids == ids), None)
+        if group is not None and _in_one_rollout(group):
+            return replace(match, candidates=match.candidates or group.total, shared=None)
+        while (turn_id := await claims.take(key, ids)) is not None:
+            if (turn := await self.load(turn_id)) is not None:
+                return replace(match, turn=turn, claimed=True)
+        return replace(match, same_rollout=False)
+
+    async def load(self, turn_id: str) -> CachedTurn | None:
+        """A turn with its ids, from the cache or the store; None if it is gone."""
+        turn = self._cache.turn(turn_id)
+        if turn is None and (path := await self.store.path(turn_id)):
+            run = asyncio.get_running_loop().run_in_executor
+            turn = await run(self._executor, read_turn, path, self._cache.turn)
+            self._cache.put(turn, path[-1].parent)
+        return turn
+
+    async def longest(
+        self, turn_ids: Sequence[str], prompt: bytes, images: Sequence[PromptImage] | None = None
+    ) -> list[CachedTurn]:
+        """Those of some turns with the most ids that a prompt begins with: all have equal ids.
+
+        Args:
+            images: those of the prompt; turns with other images do not count. None counts all turns.
+        """
+        best: list[CachedTurn] = []
+        for turn_id in turn_ids:
+            turn = await self.load(turn_id)
+            if turn is None or (best and turn.count < best[0].count) or not turn.begins(prompt):
+                continue
+            if images is None or same_images(turn.images, images[: len(turn.images)]):
+                best = [*best, turn] if best and turn.count == best[0].count else [turn]
+        return best
+
+    async def longest_in(
+        self, rollout: str, prompt: bytes, images: Sequence[PromptImage] | None = None
+    ) -> list[CachedTurn]:
+        """As `longest`, of all turns of a rollout. The newest are tried first; if none fits, all are."""
+        newest = await self.store.newest(rollout, FOUND_AT_MOST)
+        best = await self.longest(newest, prompt, images)
+        if best or len(newest) < FOUND_AT_MOST:
+            return best
+        packed = _pack_prompt(prompt)
+        turns = [turn.id for turn in await self.store.turns(rollout) if _may_begin(turn, packed)]
+        return await self.longest(turns, prompt, images)
+
+    async def _choose(
+        self, keys: Sequence[bytes], found: Mapping[bytes, Found], search: _Search, end: int
+    ) -> Match | None:
+        """The turn that ends at one message, from what was found under each kind of key."""
+        conversation = search.conversation
+        hits = [found.get(key, _NOTHING) for key in keys]
+        if search.rollout is not None:
+            if not all(_all_listed(each) and all(map(_complete, each.groups)) for each in hits):
+                return await self._choose_in_rollout(search, end, search.rollout)
+            hits = [_of_rollout(each, search.rollout) for each in hits]
+        candidates = sum(each.total for each in hits[1:])
+        for kind, key, of_kind in zip(KINDS, keys, hits, strict=False):
+            fitting: list[_Fit] = []
+            unknown = False
+            for group in of_kind.groups:
+                turn = await self._first_loaded(group)
+                # evicted, or lost with its server: it may be the one that is meant
+                unknown = unknown or (turn is None and group.candidates != [])
+                repaired = _continues(conversation, end, turn, kind) if turn else None
+                if turn is not None and repaired is not None:
+                    fitting.append(_Fit(group, turn, repaired))
+            if not fitting and unknown:
+                return Match(None, end, Reason.EVICTED, candidates)
+            if not fitting:
+                continue
+            before = conversation.strict_before(end)
+            best = [fit for fit in fitting if fit.turn.spelling_before == before] or fitting
+            named = await self._named(fitting, search, end) if end in search.echoed else None
+            if named is None and (len(best) > 1 or unknown or not _all_listed(of_kind)):
+                return Match(None, end, Reason.AMBIGUOUS, candidates)
+            fit = named or best[0]
+            edited = end != conversation.ends[0]
+            reason = Reason.HISTORY_EDITED if edited else Reason.CALL_REPAIRED if fit.repaired else None
+            shared = None if named is not None or _in_one_rollout(fit.group) else (key, fit.group.ids)
+            return Match(fit.turn, end, reason, candidates, shared=shared)
+        return None
+
+    async def _first_loaded(self, group: CandidateGroup) -> CachedTurn | None:
+        """One of the turns of a group; None if all are gone."""
+        for candidate in group.candidates:
+            if candidate.turn and (turn := await self.load(candidate.turn)) is not None:
+                return turn
+        return None
+
+    async def _named(self, fitting: Sequence["_Fit"], search: _Search, end: int) -> "_Fit | None":
+        """The turn that the client names, if its text is that of the request."""
+        name = search.echoed[end]
+        for fit in fitting:
+            if any(candidate.turn == name for candidate in fit.group.candidates):
+                turn = await self.load(name)
+                return fit._replace(turn=turn) if turn is not None else None
+        # of many turns under one key, only some are listed
+        path = await self.store.path(name)
+        if not path or not await self._has_text(path[-1], search, end):
+            return None
+        turn = await self.load(name)
+        return None if turn is None else fitting[0]._replace(turn=turn, repaired=False)
+
+    async def _has_text(self, turn: Turn, search: _Search, end: int) -> bool:
+        """Whether a turn belongs to the scope of a request and ends with its message at `end`."""
+        if turn.scope != search.scope.parts or not _ends_at(turn, search.conversation, end):
+            return False
+        if search.rollout is not None:
+            return turn.rollout == search.rollout
+        session = await self.store.session(turn.rollout)
+        if session is None or session.tenant != search.scope.tenant:
+            return False
+        return search.scope.session == (session.name if session.explicit else None)
+
+    async def _choose_in_rollout(self, search: _Search, end: int, rollout: str) -> Match | None:
+        """The turn of a rollout that ends at one message, where `find` lists only some of the turns there."""
+        conversation = search.conversation
+        turns = [turn for turn in await self.store.turns(rollout) if _ends_at(turn, conversation, end)]
+        turns = [turn for turn in turns if turn.id == search.echoed.get(end)] or turns
+        if len({turn.ids_digest for turn in turns}) != 1:
+            return Match(None, end, Reason.AMBIGUOUS, len(turns)) if turns else None
+        turn = await self.load(turns[-1].id)
+        reason = None if end == conversation.ends[0] else Reason.HISTORY_EDITED
+        return Match(turn, end, reason, len(turns)) if turn else None
+
+    async def _explain(self, search: _Search) -> Reason:
+        """Why a history with assistant messages matches nothing."""
+        conversation, scope, rollout = search.conversation, search.scope, search.rollout
+        ends = conversation.ends
+        if not ends:
+            return Reason.ENDS_WITH_ASSISTANT
+        last = ends[0]
+        # after an eviction, the store no longer tells that the proxy chose the rollout's name
+        scopes = [scope, replace(scope, session=None)]
+        recent = ends[: _LOOKUPS[1]]
+        keys = [key for each in scopes for e in recent for key in text_keys(each, conversation, e)]
+        under = (await self.store.find(keys)).values()
+        if any(not each.turn for hits in under for group in hits.groups for each in group.candidates):
+            return Reason.EVICTED
+        own = conversation.messages[last]
+        key = content_key(scope, conversation, last, own.message, own.distinctive)
+        found = (await self.store.find([key])).get(key, _NOTHING)
+        candidates = [each for group in found.groups for each in group.candidates]
+        candidates = [each for each in candidates if each.turn and rollout in (None, each.rollout)]
+        paths = [path for each in candidates[:_EXPLAINED] if (path := await self.store.path(each.turn))]
+        if not paths:
+            return Reason.NO_MATCH
+        before = conversation.strict_before(last)
+        same_text = [path[-1] for path in paths if path[-1].spelling_before == before]
+        # if the scopes are equal, the difference is in the reasoning, which the keys ignore
+        changed = changed_part(same_text[0].scope, scope.parts) if same_text else None
+        return changed or Reason.HISTORY_EDITED
+
+
+def same_images(some: Sequence[PromptImage], others: Sequence[PromptImage]) -> bool:
+    """Whether images are equal and at the same places in the ids of their prompts."""
+    places = [[(image.offset, image.length, image.digest) for image in images] for images in (some, others)]
+    return places[0] == places[1]
+
+
+def _of_rollout(found: Found, rollout: str) -> Found:
+    """The turns under a key that belong to a rollout."""
+    groups = []
+    for group in found.groups:
+        kept = [candidate for candidate in group.candidates if candidate.rollout == rollout]
+        groups.append(CandidateGroup(group.ids, len(kept), kept))
+    return Found(sum(group.total for group in groups), groups)
+
+
+def _all_listed(found: Found) -> bool:
+    """Whether all groups under a key were returned."""
+    return found.total == sum(group.total for group in found.groups)
+
+
+def _complete(group: CandidateGroup) -> bool:
+    """Whether all turns of a group were returned."""
+    return group.total <= len(group.candidates)
+
+
+def _in_one_rollout(group: CandidateGroup) -> bool:
+    """Whether all turns of a group belong to one rollout."""
+    return _complete(group) and len({candidate.rollout for candidate in group.candidates}) == 1
+
+
+def _continues(conversation: Conversation, end: int, turn: CachedTurn, kind: str) -> bool | None:
+    """Check whether a turn found by a digest is the one that the client sent back.
+
+    Returns:
+        None if it is another; else whether the client repaired one of its tool calls.
+    """
+    if kind == EXACT:
+        return False
+    own = conversation.messages[end].message
+    repaired = own.repairs(turn.calls) if kind == BARE else False
+    if repaired is None or own.reasoning not in (b"", turn.reasonings[-1]):
+        return None
+    if turn.spelling_before == conversation.strict_before(end):
+        return repaired  # spelled as in the request of that turn, and checked then
+    sent = conversation.reasonings(0, end + 1)
+    fits = len(sent) == len(turn.reasonings) and all(
+        ours in (b"", theirs) for ours, theirs in zip(sent, turn.reasonings, strict=True)
+    )
+    return repaired if fits else None
+
+
+def _ends_at(turn: Turn, conversation: Conversation, end: int) -> bool:
+    """Whether the conversation of a turn is spelled as the messages up to and including the one at `end`."""
+    spelled = extend(turn.spelling_before, turn.spelling) if turn.spelling else b""
+    return spelled == conversation.messages[end].strict
+
+
+def _pack_prompt(prompt: bytes) -> bytes:
+    """The ids of a prompt, a checked JSON array, up to the first that no turn can hold."""
+    try:
+        return pack_ids(msgspec.json.decode(prompt, type=list[int]))
+    except (OverflowError, msgspec.MsgspecError):
+        # more than 32 bits: the engine refuses such an id with its own message
+        fitting = takewhile(lambda digits: len(digits) < 10, prompt.strip(b"[]").split(b","))
+        return pack_ids([int(digits) for digits in fitting])
+
+
+def _may_begin(turn: Turn, packed: bytes) -> bool:
+    """Whether the completion of a turn is at its position in a prompt of packed ids."""
+    start = 4 * turn.prompt_tokens
+    return packed[start : start + len(turn.completion)] == turn.completion != b""

@@ -1,0 +1,425 @@
+"""Where turns are kept: one protocol for SQLite, in a file or in memory, and Redis.
+
+What every store promises:
+
+- what a call changed is visible to every process that shares the store once the call has returned, and
+  survives the end of this process (a store in memory has only one process, and does not survive it);
+- a turn is written once; writing the same turn again changes nothing;
+- the index is written before its turns, and outlives them: a turn of which the index knows and that is not
+  there counts as one that a request may mean, so that no other is continued in its place;
+- the limits hold after every call that adds something, with no other call: the rollouts used least
+  recently are evicted, each with all its turns, and what they were found by is remembered as evicted for
+  a while. A pinned rollout is never evicted.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from types import EllipsisType
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+
+import msgspec
+
+from tokenproxy.record.turn import Turn
+
+if TYPE_CHECKING:
+    from tokenproxy.monitoring.metrics import Metrics
+
+log = logging.getLogger("tokenproxy")
+
+FOUND_AT_MOST = 16
+"""Groups that `find` returns for one key, and turns that it returns for one group."""
+
+MAX_DESCRIPTION_BYTES = 65_536
+"""Of a session's defaults, overrides and metadata together."""
+
+RESPONSES = "responses"
+"""Space of the responses that are kept for retries."""
+DOCUMENTS = "documents"
+"""Space of the responses of `/v1/responses`."""
+
+
+Before = bytes | None | EllipsisType
+"""The value that a name must have, so that it gets another one; `...` for any."""
+
+
+class StoreError(Exception):
+    """The store cannot be reached, or returned something unreadable; the message says what to check."""
+
+    level: ClassVar[int] = logging.ERROR
+    """At which a caller logs it."""
+
+    def report(self, metrics: "Metrics", consequence: str) -> None:
+        """Count and log that a caller goes on without the store."""
+        metrics.store_errors.inc()
+        log.log(self.level, "%s: %s", consequence, self)
+
+
+class StoreStalled(StoreError):
+    """The store holds a call up: somebody else has its lock, or it does not respond in time."""
+
+
+class StoreSkipped(StoreError):
+    """The call was not made, because calls before it failed. That was logged when it began."""
+
+    level = logging.DEBUG
+
+
+class StoreUnusable(StoreError):
+    """Waiting does not help: another program's file, another version of the data, a wrong password."""
+
+
+class RecordRefused(StoreError):
+    """The store works and refuses what it was given; it will refuse it again."""
+
+
+class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A rollout: what the store holds of it next to its turns."""
+
+    id: str
+    """Unique in the store: see `session_id`."""
+    tenant: str = ""
+    """Digest of the credential it belongs to; empty if no credential is required."""
+    explicit: bool = True
+    """Whether a client named it; False for the rollout of a conversation without a session."""
+    ambiguous: bool = False
+    """Whether one of its requests found the same conversation in several rollouts, so that it may belong to
+    another one."""
+    created: float
+    """Seconds since the epoch."""
+    used: float
+    """When a turn was last added or matched or its description last saved, in seconds since the epoch."""
+    turns: int = 0
+    size: int = 0
+    """Bytes its turns and its description take in the store, which may compress them."""
+    defaults: bytes = b"{}"
+    """JSON object: fields of a chat request that apply where a request does not set them."""
+    overrides: bytes = b"{}"
+    """JSON object: fields of a chat request that replace those of a request."""
+    metadata: bytes = b"{}"
+    """JSON object of the client's own."""
+
+    @property
+    def name(self) -> str:
+        """The id without the tenant: what clients know."""
+        return self.id.removeprefix(f"{self.tenant}/") if self.tenant else self.id
+
+
+def session_id(tenant: str, name: str) -> str:
+    """The id of a tenant's session in a store. Names hold no slash, so two tenants never share an id."""
+    return f"{tenant}/{name}" if tenant else name
+
+
+class IndexEntry(NamedTuple):
+    """One way in which a turn is found again."""
+
+    key: bytes
+    """16 bytes."""
+    ids: bytes = b""
+    """The turn's `ids_digest`, where a turn found by this key may be continued. Empty for keys that only
+    explain why nothing was found."""
+
+
+class Candidate(NamedTuple):
+    """A recorded turn that a request may continue."""
+
+    turn: str
+    """Its id; empty if it was evicted."""
+    rollout: str
+    """Empty if it was evicted."""
+
+
+class CandidateGroup(NamedTuple):
+    """The turns under one key that have equal ids."""
+
+    ids: bytes
+    """Their `ids_digest`; empty under keys that only explain."""
+    total: int
+    """How many there are; all that were evicted count as one."""
+    candidates: list[Candidate]
+    """At most FOUND_AT_MOST of them, the newest first, those that were evicted last."""
+
+
+class Found(NamedTuple):
+    """What is under one key."""
+
+    total: int
+    """Of all groups, those not returned too."""
+    groups: list[CandidateGroup]
+    """At most FOUND_AT_MOST, in any order; `total` tells whether there are more."""
+
+
+class Cursor(NamedTuple):
+    """A place in the list of sessions, by use."""
+
+    used: float
+    id: str
+
+
+class Cause(StrEnum):
+    """Why a rollout is finished."""
+
+    REWARD = "reward"
+    """The whole rollout got a reward; or a turn did, after the rollout was finished."""
+    END = "end"
+    """The client ended its session."""
+    IDLE = "idle"
+    """It was not used for `finish_after_s`."""
+
+
+class FinishedRollout(NamedTuple):
+    """A rollout of the feed."""
+
+    position: int
+    """Microseconds since the epoch; unique, ascending in the order of finishing."""
+    revision: int
+    """1, and one more each time the rollout is finished again after a change."""
+    cause: Cause
+    session: Session
+
+
+class FeedState(NamedTuple):
+    """How far the feed reaches."""
+
+    end: int
+    """The last position that was given to any rollout; 0 if there was none."""
+    waiting: int = 0
+    """Rollouts of a tenant after a position."""
+    oldest: int = 0
+    """The position of the first of them; 0 if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much a store holds."""
+
+    max_bytes: int = 2**30
+    """Of turns and session descriptions, as the store keeps them. If exceeded, the least recently used
+    rollouts are evicted."""
+    max_age_s: float = 7 * 86400.0
+    """A rollout that was not used for so long is evicted."""
+    response_age_s: float = 600.0
+    """How long responses are kept."""
+    response_bytes: int = 128 * 2**20
+    """Of responses; the oldest are dropped first."""
+    document_bytes: int = 256 * 2**20
+    """Of documents, as the store keeps them; the oldest are dropped first."""
+
+    evicted_keys: int = 200_000
+    """How many keys of evicted turns a SQLite store remembers; the oldest are forgotten first."""
+
+    def bytes_of(self, space: str) -> int:
+        """How many bytes the values of a space may take, as the store keeps them."""
+        return {RESPONSES: self.response_bytes, DOCUMENTS: self.document_bytes}.get(space, 2**62)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """How much a store holds."""
+
+    rollouts: int
+    turns: int
+    size: int
+    """Bytes of turns and session descriptions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """What left a store."""
+
+    rollouts: int = 0
+    turns: int = 0
+    size: int = 0
+    undelivered: int = 0
+    """Finished rollouts among them that a consumer of the feed has not acknowledged."""
+
+
+class Store(Protocol):
+    """Keeps turns, sessions, rewards, the feed of finished rollouts, and values by name.
+
+    Every method may raise StoreError. A store is made outside an event loop and used in one; `open` comes
+    first.
+
+    Law of the feed: a rollout that is finished, or changes after that, is in the feed once, at a position
+    greater than all positions before it; and a position becomes visible after all smaller ones. So a reader
+    that reads what comes after the last position it got misses no finished rollout. A position is the time of
+    finishing in microseconds since the epoch, moved up where a later one was given already: positions of a
+    store that was lost are smaller than those of the store that replaces it.
+    """
+
+    @property
+    def limits(self) -> Limits:
+        """How much it holds."""
+        ...
+
+    async def open(self) -> None:
+        """Connect, and create what must exist."""
+        ...
+
+    async def aclose(self) -> None:
+        """Finish what was begun and close everything."""
+        ...
+
+    async def add(
+        self, session: Session, turns: Sequence[Turn], entries: Sequence[Sequence[IndexEntry]]
+    ) -> Evicted:
+        """Record turns of one rollout, all or none of them.
+
+        The parents of the turns are no longer open.
+
+        Args:
+            session: created if the store does not hold one of this id; if it does, only `used` is updated,
+                and `ambiguous` if it is set.
+            entries: for each turn what finds it.
+
+        Returns:
+            what was evicted so that the limits hold. The rollout itself is evicted last, and only if it alone
+            exceeds the limit.
+        """
+        ...
+
+    async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
+        """What is under each of the keys; those with nothing under them are missing.
+
+        Evicted turns are found for a while, those of deleted sessions are not.
+        """
+        ...
+
+    async def claim(self, key: bytes, ids: bytes) -> str | None:
+        """Choose an open turn of a group that `find` returned, so that no other request takes it.
+
+        Returns:
+            its id; None if requests have continued or claimed all of them.
+        """
+        ...
+
+    async def release(self, turn: str) -> None:
+        """Make a claimed turn open again, unless a turn that continues it was recorded meanwhile."""
+        ...
+
+    async def pin(self, rollout: str, until: float) -> None:
+        """Mark a rollout as used now, and keep it from eviction until a time in seconds since the epoch.
+
+        Nothing happens if there is no such rollout. The latest `until` counts.
+        """
+        ...
+
+    async def path(self, turn: str) -> list[Turn]:
+        """A turn and all it continues, the first turn first; empty if one of them is missing."""
+        ...
+
+    async def turns(self, rollout: str) -> list[Turn]:
+        """All turns of a rollout in the order of their ids; empty if there is none."""
+        ...
+
+    async def newest(self, rollout: str, limit: int) -> list[str]:
+        """Ids of the newest turns of a rollout, newest first."""
+        ...
+
+    async def save_session(self, session: Session) -> Evicted:
+        """Create or describe a session. `turns`, `size` and `ambiguous` stay the store's own.
+
+        Returns:
+            what was evicted so that the limits hold.
+        """
+        ...
+
+    async def session(self, rollout: str) -> Session | None:
+        """A session by its id."""
+        ...
+
+    async def sessions(
+        self, *, limit: int, tenant: str | None = None, before: Cursor | None = None
+    ) -> list[Session]:
+        """Sessions in descending order of (used, id).
+
+        Args:
+            tenant: whose; None for all.
+            before: only those after this place in the order.
+        """
+        ...
+
+    async def delete(self, rollout: str) -> bool:
+        """Remove a rollout with its turns, keys, rewards. False if there is none."""
+        ...
+
+    async def set_rewards(self, rollout: str, rewards: Mapping[str, float]) -> bool:
+        """Set the reward of turns, by their id, or of the whole rollout, by "". Others stay.
+
+        The reward of the whole rollout finishes it, as `finish` does. A rollout that is in the feed already
+        is finished again if any reward changed.
+
+        Returns False, and sets nothing, if there is no such rollout. The turns need not be recorded.
+        """
+        ...
+
+    async def rewards(self, rollout: str) -> dict[str, float]:
+        """The rewards of a rollout, as `set_rewards` took them."""
+        ...
+
+    async def finish(self, rollout: str, cause: Cause) -> bool:
+        """Put a rollout at the end of the feed, with the next revision.
+
+        Returns False, and changes nothing, if there is no such rollout, if it has no turns, or if it is in
+        the feed and has no turns that were added since.
+        """
+        ...
+
+    async def finish_idle(self, before: float, limit: int) -> int:
+        """Finish rollouts that were last used before a time, in the order of their use.
+
+        Each call begins where the one before stopped, in any process: rollouts that were looked at are looked
+        at again only after they are used again.
+
+        Args:
+            before: seconds since the epoch.
+            limit: rollouts to look at. Of rollouts used at the same time a few more may be.
+
+        Returns:
+            how many were looked at; less than `limit` if there are no more.
+        """
+        ...
+
+    async def finished(self, after: int, *, limit: int, tenant: str | None = None) -> list[FinishedRollout]:
+        """Finished rollouts after a position of the feed, in their order.
+
+        Args:
+            tenant: whose; None for all.
+        """
+        ...
+
+    async def feed_state(self, tenant: str = "", after: int | None = None) -> FeedState:
+        """The end of the feed; and what of a tenant waits after a position, if one is given."""
+        ...
+
+    async def put(
+        self, space: str, name: str, value: bytes, *, keep_s: float | None = None, before: Before = ...
+    ) -> bool:
+        """Keep a value in place of the one before. Values that expire first are dropped if a space is full.
+
+        Args:
+            space: of names; `Limits.bytes_of` limits what some spaces hold.
+            keep_s: seconds after which it expires; None for never.
+            before: change nothing if the value that is there is another one; None for no value.
+
+        Returns:
+            whether it is kept: False too if it alone exceeds the limit of the space.
+        """
+        ...
+
+    async def get(self, space: str, names: Sequence[str] | None = None) -> dict[str, bytes]:
+        """The values of some names, or of all in the space; names without a value are missing."""
+        ...
+
+    async def take(self, space: str, name: str) -> bytes | None:
+        """Remove a value and return it. None if there is none, or if another call removed it first."""
+        ...
+
+    async def evict(self) -> Evicted:
+        """Evict what is too old, expired values too. Called from time to time."""
+        ...
+
+    async def usage(self) -> Usage:
+        """How much is held."""
+        ...

@@ -1,0 +1,354 @@
+"""Converts trees of recorded turns into samples, one for each leaf. Independent of stores and trainers.
+
+Law, for every sample:
+
+    prompt_ids + completion_ids == prompt_ids(last turn) + completion_ids(last turn)
+    len(completion_ids) == len(loss_mask) == len(logprobs)
+    loss_mask[i] == 1   only if the model sampled completion_ids[i]
+    logprobs[i] is None if and only if it did not
+
+and for all samples of a rollout together: each id that the model sampled in a sound turn is in a sample, and
+with `shared="once"` its mask is 1 in exactly one of them. A turn is sound if it and all turns that it
+continues can be trained on. The leaf of a path with an unsound turn is refused with a reason: no sample is
+padded, and no leaf is left out silently.
+
+If classes of turns are selected, this holds for the turns of these classes. The turns that they continue are
+in the samples too, with a mask of 0; turns that no selected one continues are left out.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from tokenproxy.record.store import Session
+from tokenproxy.record.turn import Turn, WeightSpan, unpack_ids, unpack_logprobs
+from tokenproxy.samples.classes import UNKNOWN, classes_of, selected
+from tokenproxy.samples.tree import TurnTree, last_request, parsed
+
+Shared = Literal["once", "each"]
+"""Whether a turn that several samples share is trained in one of them or in each."""
+
+WHOLE_ROLLOUT = ""
+"""The key of the whole rollout's reward in a mapping of rewards by turn id."""
+
+
+class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """The sampled ids of one turn: `completion_ids[start:end]` of its sample."""
+
+    id: str
+    start: int
+    end: int
+    trained: bool
+    """Whether the mask is 1 on these ids; if not, it is 1 in another sample."""
+    source: str
+    """A `Source`: where the turn's prompt came from."""
+    reason: str = ""
+    """A `Reason`: why the prompt does not extend the whole recorded history; empty if it does."""
+    finish_reason: str | None = None
+    """The engine's finish reason; `abort` if the turn was broken off, with the ids sampled until then."""
+    temperature: float | None = None
+    """The temperature of the request or its session; None for the engine's default."""
+    stop_reason: str | int | None = None
+    """The stop string or token that ended the turn, as vLLM reports it."""
+    reward: float | None = None
+    """The turn's own reward."""
+    logprobs_mode: str = ""
+    """The server's `--logprobs-mode`; empty if unknown."""
+    weight_versions: list[WeightSpan]
+    """[version, start, end] in coordinates of `completion_ids`."""
+    weights_uncertain: bool = False
+    """As `Turn.weights_uncertain`."""
+    routed_experts: str | None = None
+    """As the engine returned it for this turn (base64 of an .npy array)."""
+    routed_experts_start: int = 0
+    """The position in the turn's prompt of the id that the first row of `routed_experts` belongs to."""
+    sampling_mask: list[list[int]] | None = None
+    """For each sampled id the ids that could be sampled there; None if the engine returned none."""
+    request_class: str = ""
+    """What the client sent the request for: see `tokenproxy.samples.classes`. Empty if unknown."""
+    agent: str = ""
+    """The client's id of the agent that sent it; empty for the first agent of a session, or if unknown."""
+    requested_model: str = ""
+    """The client's name for the model, if that is another one than the model's own."""
+
+
+UNCHANGED = (
+    *("source", "reason", "finish_reason", "stop_reason", "temperature", "logprobs_mode"),
+    *("weights_uncertain", "routed_experts", "routed_experts_start", "agent", "requested_model"),
+)
+"""The fields of a turn that its span holds as they are."""
+
+
+class SampleImage(msgspec.Struct, frozen=True):
+    """An image in the ids of a sample."""
+
+    digest: str
+    """32 hexadecimal digits; `messages` name the image `image:DIGEST`."""
+    offset: int
+    """Index of its first id in `prompt_ids + completion_ids`."""
+    length: int
+    """Number of its ids."""
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One path from the first turn of a conversation to its last: p ids of prompt, c ids of completion.
+
+    Fields of stored JSON (`messages`, `tools`, `template_kwargs`, `metadata`) are None if it cannot be read.
+    """
+
+    rollout: str
+    """The session's name, as its client knows it."""
+    tenant: str
+    """Digest of the credential of the rollout's tenant; empty where no credentials are required."""
+    leaf: str
+    """Id of the last turn."""
+    index: int
+    """Position among the samples of the rollout, from 0."""
+    whole: bool
+    """False if turns after `leaf` were refused: the sample ends at the last sound turn."""
+    session: bool
+    """Whether a client named the rollout with a session id."""
+    ambiguous: bool
+    """Whether another rollout held an equal conversation, so that requests may have been confused."""
+    model: str
+    """Of the last turn."""
+    prompt_ids: list[int]
+    """The whole prompt of the first turn; [p]."""
+    completion_ids: list[int]
+    """All ids after it, sampled or appended; [c]."""
+    loss_mask: list[int]
+    """1 on sampled ids to train on, 0 on all others; [c]."""
+    logprobs: list[float | None]
+    """Log-probabilities (natural logarithm) of sampled ids, None on appended ones; [c]."""
+    logprobs_mode: str
+    """The `logprobs_mode` of all turns; empty if it is unknown, or if the turns differ: see theirs."""
+    turns: list[TurnSpan]
+    """In the order they were sampled; at least one."""
+    finish_reason: str | None
+    """Of the last turn."""
+    reward: float | None
+    """The last turn's own if it has one, else that of the whole rollout."""
+    messages: list[Any] | None
+    """The conversation from the first message of the first prompt to the model's last."""
+    tools: list[Any] | None
+    """Of the last request."""
+    template_kwargs: dict[str, Any] | None
+    """The chat template's arguments of the last request."""
+    metadata: dict[str, Any] | None
+    """The session's."""
+    images: list[SampleImage]
+    """In the order of the ids."""
+    image_data: dict[str, str]
+    """Data URLs by digest: of those images that no earlier sample of the rollout holds."""
+    revision: int = 0
+    """`FinishedRollout.revision`; 0 for samples that were not read from the feed."""
+    request_class: str = ""
+    """Of the last turn."""
+    agent: str = ""
+    """Of the last turn."""
+    parent_agent: str = ""
+    """The agent that started that of the last turn; empty for the first agent of a session, or if unknown."""
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True):
+    """A leaf that did not become a sample."""
+
+    rollout: str
+    """The session's name, as its client knows it."""
+    leaf: str
+    turn: str
+    """The first turn of the leaf's path that cannot be trained on."""
+    reason: str
+    """The `Problem` of that turn."""
+
+
+class Samples(msgspec.Struct, frozen=True):
+    """The samples of a rollout, and the leaves that gave none."""
+
+    samples: list[Sample]
+    refused: list[Refused]
+
+
+def samples_of(
+    turns: Sequence[Turn],
+    rewards: Mapping[str, float],
+    *,
+    session: Session | None = None,
+    shared: Shared = "once",
+    revision: int = 0,
+    wanted: frozenset[str] = frozenset(),
+) -> Samples:
+    """The samples of one rollout, in time linear in the ids they hold.
+
+    The first samples are those of the leaves whose paths are sound, in the order of the leaves' ids. Then
+    follows one for the longest sound beginning of each refused path, unless it is part of another sample.
+    `_preference` decides which of the samples that share a turn trains it.
+
+    Args:
+        turns: all turns of the rollout, in any order.
+        rewards: by turn id; the whole rollout's by WHOLE_ROLLOUT. Those that are not finite are ignored.
+        session: the rollout's description. Without it, the samples lack the fields of a session, and
+            `rollout` is the id in the store.
+        shared: whether shared turns are trained once or in each sample.
+        revision: that of all samples.
+        wanted: the classes of turns to train on, `UNKNOWN` for those without one; empty for all. Turns of
+            other classes after the last wanted one of a path are left out.
+    """
+    classes = classes_of(turns)
+    tree = TurnTree(selected(turns, classes, wanted) if wanted else turns)
+    rewards = {turn_id: reward for turn_id, reward in rewards.items() if math.isfinite(reward)}
+    trainable = {turn.id for turn in turns if not wanted or (classes[turn.id] or UNKNOWN) in wanted}
+    paths = [path for path in tree.sound_paths() if any(turn.id in trainable for turn in path)]
+    leaf_of = _leaf_that_trains(sorted(paths, key=lambda path: _preference(path[-1], tree, rewards)))
+    samples = []
+    delivered: set[str] = set()
+    for index, path in enumerate(paths):
+        leaf = path[-1]
+        trained = {
+            turn.id
+            for turn in path
+            if turn.id in trainable and (shared == "each" or leaf_of[turn.id] == leaf.id)
+        }
+        whole = tree.is_leaf(leaf)
+        samples.append(
+            _sample(path, trained, classes, rewards, session, delivered, index, revision, whole=whole)
+        )
+    refused = [
+        Refused(rollout=_name(session, leaf), leaf=leaf.id, turn=fault.turn, reason=fault.reason)
+        for leaf, fault in tree.faulty_leaves()
+    ]
+    return Samples(samples, refused)
+
+
+def _preference(leaf: Turn, tree: TurnTree, rewards: Mapping[str, float]) -> tuple[object, ...]:
+    """Sort key of leaves: of those that share a turn, the first trains it.
+
+    Aborted leaves come last: trainers often drop such samples, and the shared turns with them. Otherwise
+    leaves with a reward of their own come first (the rollout's reward does not tell leaves apart), then those
+    with nothing refused after them, then those with more ids, then older ones.
+    """
+    ids = leaf.prompt_tokens + leaf.completion_tokens
+    return leaf.aborted, leaf.id not in rewards, not tree.is_leaf(leaf), -ids, leaf.id
+
+
+def _leaf_that_trains(paths: Iterable[Sequence[Turn]]) -> dict[str, str]:
+    """For each turn the last turn of the first path that holds it."""
+    leaf_of: dict[str, str] = {}
+    for path in paths:
+        for turn in path:
+            leaf_of.setdefault(turn.id, path[-1].id)
+    return leaf_of
+
+
+def _sample(
+    path: Sequence[Turn],
+    trained: set[str],
+    classes: Mapping[str, str],
+    rewards: Mapping[str, float],
+    session: Session | None,
+    delivered: set[str],
+    index: int,
+    revision: int,
+    *,
+    whole: bool,
+) -> Sample:
+    """The sample of a path.
+
+    Args:
+        trained: ids of the turns whose mask is 1.
+        classes: those of `classes_of`.
+        delivered: digests of the images that earlier samples hold; those of this sample are added.
+    """
+    joined = _join(path, trained, classes, rewards)
+    messages, tools, template_kwargs = last_request(path)
+    images = [image for turn in path for image in turn.images]
+    image_data = {image.digest: image.image.url for image in images if image.digest not in delivered}
+    delivered.update(image_data)
+    last = path[-1]
+    modes = {turn.logprobs_mode for turn in path}
+    return Sample(
+        rollout=_name(session, last),
+        tenant=session.tenant if session else "",
+        leaf=last.id,
+        index=index,
+        whole=whole,
+        session=session is not None and session.explicit,
+        ambiguous=session is not None and session.ambiguous,
+        model=last.model,
+        prompt_ids=unpack_ids(path[0].appended),
+        completion_ids=joined.ids,
+        loss_mask=joined.mask,
+        logprobs=joined.logprobs,
+        logprobs_mode=modes.pop() if len(modes) == 1 else "",
+        turns=joined.spans,
+        finish_reason=joined.spans[-1].finish_reason,
+        reward=rewards.get(last.id, rewards.get(WHOLE_ROLLOUT)),
+        messages=messages,
+        tools=tools,
+        template_kwargs=template_kwargs,
+        metadata=parsed(session.metadata, dict) if session else {},
+        images=[SampleImage(image.digest, image.offset, image.length) for image in images],
+        image_data=image_data,
+        revision=revision,
+        request_class=classes[last.id],
+        agent=last.agent,
+        parent_agent=last.parent_agent,
+    )
+
+
+class _Joined(NamedTuple):
+    """The ids of a path after its first prompt, with what belongs to each."""
+
+    ids: list[int]
+    mask: list[int]
+    logprobs: list[float | None]
+    spans: list[TurnSpan]
+
+
+def _join(
+    path: Sequence[Turn], trained: set[str], classes: Mapping[str, str], rewards: Mapping[str, float]
+) -> _Joined:
+    """Join the turns of a path. Arguments are those of `_sample`."""
+    ids, mask, logprobs, spans = joined = _Joined([], [], [], [])
+    for turn in path:
+        if spans:  # what the first turn appended is the sample's prompt
+            appended = unpack_ids(turn.appended)
+            ids.extend(appended)
+            mask.extend([0] * len(appended))
+            logprobs.extend([None] * len(appended))
+        spans.append(_span(turn, len(ids), turn.id in trained, classes[turn.id], rewards.get(turn.id)))
+        ids.extend(unpack_ids(turn.completion))
+        mask.extend([int(turn.id in trained)] * turn.completion_tokens)
+        logprobs.extend(unpack_logprobs(turn.logprobs))
+    return joined
+
+
+def _name(session: Session | None, turn: Turn) -> str:
+    return session.name if session else turn.rollout
+
+
+def _span(turn: Turn, start: int, trained: bool, request_class: str, reward: float | None) -> TurnSpan:
+    return TurnSpan(
+        id=turn.id,
+        start=start,
+        end=start + turn.completion_tokens,
+        trained=trained,
+        reward=reward,
+        weight_versions=[
+            WeightSpan(span.version, start + span.start, start + span.end) for span in turn.weight_versions
+        ],
+        sampling_mask=_mask(turn),
+        request_class=request_class,
+        **{name: getattr(turn, name) for name in UNCHANGED},
+    )
+
+
+def _mask(turn: Turn) -> list[list[int]] | None:
+    """The sampling mask of a turn; None if there is none."""
+    if turn.sampling_mask is None:
+        return None
+    counts, kept = map(unpack_ids, turn.sampling_mask)
+    return [kept[start:end] for start, end in pairwise(accumulate(counts, initial=0))]

@@ -1,0 +1,100 @@
+"""Sessions and turns as JSON: what `/v1/sessions/{session}` and the viewer show, and what rLLM reads."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from tokenproxy.record.store import Session
+from tokenproxy.record.turn import Turn, unpack_ids, unpack_logprobs
+from tokenproxy.samples.tree import path_of
+
+_split = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+def session_fields(session: Session) -> dict[str, Any]:
+    """The fields of a session that every list of sessions shows."""
+    return {
+        "id": session.name,
+        "explicit": session.explicit,
+        "ambiguous": session.ambiguous,
+        "created": session.created,
+        "used": session.used,
+        "turn_count": session.turns,
+        "bytes": session.size,
+    }
+
+
+def turn_fields(turn: Turn, request_class: str) -> dict[str, Any]:
+    """The fields of a turn. What is unknown is None.
+
+    Args:
+        request_class: as `classes_of` finds it.
+    """
+    appended = len(turn.appended) // 4
+    return {
+        "id": turn.id,
+        "parent": turn.parent,
+        "request": turn.request,
+        "choice": turn.choice,
+        "created": turn.created,
+        "model": turn.model,
+        "requested_model": turn.requested_model or None,
+        "source": turn.source,
+        "reason": turn.reason or None,
+        "reused": turn.prompt_tokens - appended,
+        "appended": appended,
+        "prompt_tokens": turn.prompt_tokens,
+        "cached_tokens": turn.cached_tokens,
+        "completion_tokens": turn.completion_tokens,
+        "finish_reason": turn.finish_reason,
+        "stop_reason": turn.stop_reason,
+        "temperature": turn.temperature,
+        "request_class": request_class or None,
+        "agent": turn.agent or None,
+        "parent_agent": turn.parent_agent or None,
+        "problem": turn.problem or None,
+        "messages": msgspec.Raw(turn.messages),
+        "message": msgspec.Raw(turn.message),
+    }
+
+
+def traces_of(
+    turns: Sequence[Turn], session: str, *, since: float = 0.0, limit: int | None = None
+) -> list[dict[str, Any]]:
+    """The fields of rLLM's `TraceRecord` for each turn.
+
+    Source: rllm-model-gateway 0.1.0, rllm_model_gateway/models.py.
+
+    Args:
+        turns: all turns of the session.
+        session: the session's name.
+        since: leaves out turns that were created before, in seconds since the epoch.
+        limit: of traces; None for all.
+    """
+    by_id = {turn.id: turn for turn in turns}
+    selected = [turn for turn in turns if turn.created >= since][:limit]
+    return [_trace(path_of(turn, by_id), session) for turn in selected]
+
+
+def _trace(path: Sequence[Turn], session: str) -> dict[str, Any]:
+    turn = path[-1]
+    prompt: list[int] = []
+    messages: list[msgspec.Raw] = []
+    for before in path[:-1]:
+        prompt += [*unpack_ids(before.appended), *unpack_ids(before.completion)]
+        messages += [*_split(before.messages), msgspec.Raw(before.message)]
+    return {
+        "trace_id": turn.id,
+        "session_id": session,
+        "model": turn.model,
+        "messages": [*messages, *_split(turn.messages)],
+        "prompt_token_ids": [*prompt, *unpack_ids(turn.appended)],
+        "response_message": msgspec.Raw(turn.message),
+        "completion_token_ids": unpack_ids(turn.completion),
+        "logprobs": unpack_logprobs(turn.logprobs) if turn.logprobs else None,
+        "finish_reason": turn.finish_reason,
+        "token_counts": {"prompt": turn.prompt_tokens, "completion": turn.completion_tokens},
+        "timestamp": turn.created,
+        "metadata": {"parent": turn.parent, "problem": turn.problem or None},
+    }

@@ -1,0 +1,40 @@
+"""The words that the processes of a fleet share, in a store; a `SharedWords` of `tokenproxy.fleet.shared`."""
+
+from tokenproxy.fleet.shared import SharedError
+from tokenproxy.record.store import Store, StoreError
+from tokenproxy.record.store_time import REQUEST_S, store_time
+
+
+class StoredWords:
+    """The words of one fleet."""
+
+    def __init__(self, store: Store, fleet: str, *, shared: bool = True) -> None:
+        """Words that are not read yet.
+
+        Args:
+            fleet: its name in the store.
+            shared: whether other processes may use the store.
+        """
+        self._store = store
+        self._space = f"fleets/{fleet}"
+        self.shared = shared
+
+    async def read(self) -> dict[str, str]:
+        """See `SharedWords.read`."""
+        try:
+            with store_time(REQUEST_S):  # it is read again soon
+                stored = await self._store.get(self._space)
+        except StoreError as error:
+            raise SharedError(str(error)) from error
+        return {name: word.decode() for name, word in stored.items()}
+
+    async def write(self, name: str, word: str | None) -> None:
+        """See `SharedWords.write`."""
+        try:
+            with store_time(REQUEST_S):
+                if word is None:
+                    await self._store.take(self._space, name)
+                else:
+                    await self._store.put(self._space, name, word.encode())
+        except StoreError as error:
+            raise SharedError(str(error)) from error

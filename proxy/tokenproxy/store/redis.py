@@ -1,0 +1,419 @@
+"""A store in Redis or Valkey (6.2 or newer), for proxies on several machines: one server, or a cluster.
+
+A turn is recorded in three steps: its index entries, each under its own key; the turn, in the slot of its
+rollout; then the rollout in the list of sessions. A process that ends in between leaves entries without a
+turn, so that nothing under their keys is continued, or turns that the next call for the rollout counts.
+
+The servers must not evict keys by themselves (`maxmemory-policy noeviction`): this store keeps its own
+limits. Whether the data survive a restart of a server depends on the server's own settings.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from typing import Any
+
+from tokenproxy.record.consumers import CONSUMERS, acknowledged_by_all
+from tokenproxy.record.store import (
+    DOCUMENTS,
+    FOUND_AT_MOST,
+    RESPONSES,
+    Before,
+    Candidate,
+    CandidateGroup,
+    Cause,
+    Cursor,
+    Evicted,
+    FeedState,
+    FinishedRollout,
+    Found,
+    IndexEntry,
+    Limits,
+    Session,
+    StoreUnusable,
+    Usage,
+)
+from tokenproxy.record.turn import Turn
+from tokenproxy.store import redis_scripts as scripts
+from tokenproxy.store.eviction import STEP, AgeClock, evict_in_steps, eviction_target
+from tokenproxy.store.packed import (
+    complete_path,
+    fill_prompts,
+    pack_entries,
+    pack_parts,
+    pack_turns,
+    pack_value,
+    unpack_entries,
+    unpack_turn,
+    unpack_value,
+)
+from tokenproxy.store.redis_servers import Call, RedisServers
+from tokenproxy.store.redis_urls import read_redis_url
+
+log = logging.getLogger("tokenproxy")
+
+SCHEMA_VERSION = b"3"
+EVICTED_S = 3600
+"""Seconds for which the index remembers a key under which all turns were evicted."""
+_PAGE = 64
+"""Turns of which a claim asks at once whether they are open."""
+
+
+class RedisStore:
+    """What a URL names: one server, a master that sentinels name, or a cluster."""
+
+    def __init__(self, url: str, limits: Limits) -> None:
+        """A store that is not open yet. Raises ValueError, which quotes no password."""
+        self.limits = limits
+        self._servers = RedisServers(read_redis_url(url))
+        self._eviction = asyncio.Lock()
+        self._clock = AgeClock(limits.max_age_s)
+
+    async def open(self) -> None:
+        """See `Store.open`."""
+        name = self._servers.url.name
+        version, memory = await self._run(scripts.OPEN, [scripts.PREFIX + b"version"], SCHEMA_VERSION)
+        split = await self._servers.do(self._servers.client.exists(scripts.PREFIX + b"partitions"))
+        if split or version != SCHEMA_VERSION:
+            raise StoreUnusable(
+                f"{name} has keys {scripts.PREFIX.decode()}* of another version of this program, which needs "
+                f"version {SCHEMA_VERSION.decode()}: export them with the program that wrote them, then "
+                "delete these keys or name another database"
+            )
+        if b"maxmemory_policy:allkeys-" in memory:
+            log.warning(
+                "%s drops keys by itself when its memory is full, and conversations with them: "
+                "set its maxmemory-policy to noeviction",
+                name,
+            )
+        self._clock.was_set(await self._server_time())
+
+    async def aclose(self) -> None:
+        """See `Store.aclose`."""
+        await self._servers.aclose()
+
+    async def add(
+        self, session: Session, turns: Sequence[Turn], entries: Sequence[Sequence[IndexEntry]]
+    ) -> Evicted:
+        """See `Store.add`."""
+        if not turns:
+            return Evicted()
+        members: list[tuple[bytes, bytes]] = []
+        args: list[Any] = []
+        for turn, of_turn, packed in zip(turns, entries, await pack_turns(turns), strict=True):
+            members += [(_index_key(key), _member(ids, turn.id, session.id)) for key, ids in of_turn]
+            above = pack_parts((each or "").encode() for each in (turn.parent, turn.prompt_turn))
+            args += turn.id, turn.parent or "", above + pack_entries(of_turn), packed
+        calls = [Call("SET", [_turn_key(turn.id)], [session.id]) for turn in turns]
+        calls += self._on_index(scripts.INDEX, members)
+        await self._servers.run_each(calls, replicated=True)
+        counts = await self._run(scripts.ADD, _rollout_keys(session.id), *args)
+        size = await self._run_list(
+            scripts.COUNT, *_session_arguments(session), repr(time.time()), int(session.ambiguous), *counts
+        )
+        return await self._evict(session.id) if size > self.limits.max_bytes else Evicted()
+
+    async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
+        """See `Store.find`."""
+        distinct = list(dict.fromkeys(keys))
+        step = 1 if self._servers.url.kind == "cluster" else max(len(distinct), 1)
+        parts = [distinct[start : start + step] for start in range(0, len(distinct), step)]
+        replies = await self._servers.run_each(
+            [Call(scripts.FIND, list(map(_index_key, part)), []) for part in parts]
+        )
+        return dict(chain.from_iterable(map(_read_found, parts, replies)))
+
+    async def claim(self, key: bytes, ids: bytes) -> str | None:
+        """See `Store.claim`. The newest turns are tried first, page by page."""
+        low, high = b"[" + pack_parts([ids]), b"(" + pack_parts([ids]) + b"\xff"
+        while True:
+            page = ("LIMIT", 0, _PAGE)
+            [members] = await self._servers.run_each(
+                [Call("ZREVRANGEBYLEX", [_index_key(key)], [high, low, *page])]
+            )
+            candidates = [_candidate(member) for member in members]
+            states = await self._servers.run_each(
+                [Call("HGET", [_rollout_keys(each.rollout)[2]], [each.turn]) for each in candidates]
+            )
+            for candidate, state in zip(candidates, states, strict=True):
+                names = _rollout_keys(candidate.rollout)
+                if candidate.turn and state is None and await self._run(scripts.CLAIM, names, candidate.turn):
+                    return candidate.turn
+            if len(members) < _PAGE:
+                return None
+            high = b"(" + members[-1]
+
+    async def release(self, turn: str) -> None:
+        """See `Store.release`."""
+        if rollout := await self._rollout_of(turn):
+            await self._run(scripts.RELEASE, _rollout_keys(rollout), turn)
+
+    async def pin(self, rollout: str, until: float) -> None:
+        """See `Store.pin`."""
+        await self._run_list(scripts.PIN, rollout, repr(time.time()), repr(until))
+
+    async def path(self, turn: str) -> list[Turn]:
+        """See `Store.path`."""
+        if (rollout := await self._rollout_of(turn)) is None:
+            return []
+        return complete_path(
+            turn, self._unpack_turns(await self._run(scripts.PATH, _rollout_keys(rollout), turn))
+        )
+
+    async def turns(self, rollout: str) -> list[Turn]:
+        """See `Store.turns`."""
+        packed = await self._servers.do(self._servers.client.hvals(_rollout_keys(rollout)[0]))
+        turns = self._unpack_turns(packed)
+        return fill_prompts((turns[name] for name in sorted(turns)), turns)
+
+    async def newest(self, rollout: str, limit: int) -> list[str]:
+        """See `Store.newest`."""
+        ids = await self._servers.do(self._servers.client.hkeys(_rollout_keys(rollout)[0]))
+        return [turn.decode() for turn in sorted(ids, reverse=True)[:limit]]
+
+    async def save_session(self, session: Session) -> Evicted:
+        """See `Store.save_session`."""
+        size = await self._run_list(scripts.SAVE_SESSION, *_session_arguments(session))
+        return await self._evict(session.id) if size > self.limits.max_bytes else Evicted()
+
+    async def session(self, rollout: str) -> Session | None:
+        """See `Store.session`."""
+        parts = _read_reply(await self._run_list(scripts.SESSION, rollout))
+        return next((_read_session(each, parts) for each in parts), None)
+
+    async def sessions(
+        self, *, limit: int, tenant: str | None = None, before: Cursor | None = None
+    ) -> list[Session]:
+        """See `Store.sessions`."""
+        if limit <= 0:
+            return []
+        name = "used" if tenant is None else f"used:{tenant}"
+        place = (repr(before.used), before.id) if before else ("", "")
+        parts = _read_reply(await self._run_list(scripts.LIST_SESSIONS, name, limit, *place))
+        return [_read_session(rollout, parts) for rollout in parts]
+
+    async def delete(self, rollout: str) -> bool:
+        """See `Store.delete`."""
+        if not await self._run_list(scripts.REMOVE, rollout):
+            return False
+        await self._remove_turns(rollout, remembered_s=0)
+        return True
+
+    async def set_rewards(self, rollout: str, rewards: Mapping[str, float]) -> bool:
+        """See `Store.set_rewards`."""
+        args = [arg for turn, reward in rewards.items() for arg in (turn, repr(float(reward)))]
+        return bool(await self._run_list(scripts.SET_REWARDS, rollout, int(time.time() * 1e6), *args))
+
+    async def rewards(self, rollout: str) -> dict[str, float]:
+        """See `Store.rewards`."""
+        rewards = await self._run_list(scripts.REWARDS, rollout)
+        return {turn.decode(): float(reward) for turn, reward in _pairs(rewards)}
+
+    async def finish(self, rollout: str, cause: Cause) -> bool:
+        """See `Store.finish`."""
+        return bool(await self._run_list(scripts.FINISH, rollout, cause, int(time.time() * 1e6)))
+
+    async def finish_idle(self, before: float, limit: int) -> int:
+        """See `Store.finish_idle`."""
+        now = int(time.time() * 1e6)
+        return int(await self._run_list(scripts.FINISH_IDLE, repr(before), limit, now)) if limit > 0 else 0
+
+    async def finished(self, after: int, *, limit: int, tenant: str | None = None) -> list[FinishedRollout]:
+        """See `Store.finished`."""
+        name = "feed" if tenant is None else f"feed:{tenant}"
+        parts = _read_reply(await self._run_list(scripts.FINISHED, name, after, max(limit, 0)))
+        return [_read_finished(position, parts) for position in parts]
+
+    async def feed_state(self, tenant: str = "", after: int | None = None) -> FeedState:
+        """See `Store.feed_state`."""
+        state = await self._run_list(scripts.FEED_STATE, "" if after is None else after, tenant)
+        return FeedState(*(int(float(each)) for each in state))
+
+    async def put(
+        self, space: str, name: str, value: bytes, *, keep_s: float | None = None, before: Before = ...
+    ) -> bool:
+        """See `Store.put`."""
+        now = time.time()
+        expires = "+inf" if keep_s is None else repr(now + keep_s)
+        args: list[Any] = [name, await pack_value(value), expires, repr(now), self.limits.bytes_of(space)]
+        if before is not ...:
+            args.append(b"" if before is None else await pack_value(before))
+        return bool(await self._run(scripts.PUT, _space_keys(space), *args))
+
+    async def get(self, space: str, names: Sequence[str] | None = None) -> dict[str, bytes]:
+        """See `Store.get`."""
+        wanted = ("*",) if names is None else ("", *dict.fromkeys(names))
+        found = await self._run(scripts.GET, _space_keys(space), repr(time.time()), *wanted)
+        with self._servers.explained():
+            return {name.decode(): unpack_value(value) for name, value in _pairs(found)}
+
+    async def take(self, space: str, name: str) -> bytes | None:
+        """See `Store.take`."""
+        value = await self._run(scripts.TAKE, _space_keys(space), name, repr(time.time()))
+        with self._servers.explained():
+            return None if value is None else unpack_value(value)
+
+    async def evict(self) -> Evicted:
+        """See `Store.evict`."""
+        for space in (RESPONSES, DOCUMENTS, CONSUMERS):
+            await self._run(scripts.DROP_EXPIRED, _space_keys(space), repr(time.time()))
+        for rollout in await self._run_list(scripts.REMOVED):
+            await self._remove_turns(rollout.decode(), EVICTED_S)
+        # the server's clock: the proxies' may differ
+        now = await self._server_time()
+        clock = self._clock
+        args = (repr(now), int(clock.was_set(now)), clock.tolerance_s, clock.longest_gap_s)
+        steady_since = float(await self._run_list(scripts.STEADY_SINCE, *args))
+        return await self._evict("", clock.oldest(now, steady_since))
+
+    async def usage(self) -> Usage:
+        """See `Store.usage`."""
+        return Usage(*map(int, await self._run_list(scripts.USAGE)))
+
+    async def _evict(self, own: str, oldest: float = 0.0) -> Evicted:
+        read = chain.from_iterable(acknowledged_by_all(await self.get(CONSUMERS)).items())
+        limits = (eviction_target(self.limits), self.limits.max_bytes, repr(oldest))
+        args = (own, *limits, repr(time.time()), STEP, *read)
+
+        async def step() -> Evicted:
+            turns, size, missed, *rollouts = await self._run_list(scripts.EVICT, *args)
+            for rollout in rollouts:
+                await self._remove_turns(rollout.decode(), EVICTED_S)
+            return Evicted(len(rollouts), turns, size, missed)
+
+        return await evict_in_steps(self._eviction, step)
+
+    async def _remove_turns(self, rollout: str, remembered_s: int) -> None:
+        """Remove the turns of a rollout that is no longer in the list, and what finds them."""
+        removed = list(_pairs(await self._run(scripts.REMOVE_TURNS, _rollout_keys(rollout))))
+        members = [
+            (_index_key(entry.key), _member(entry.ids, turn.decode(), rollout))
+            for turn, packed in removed
+            for entry in unpack_entries(packed)[1:]  # the first pair are parent and prompt_turn
+        ]
+        calls = [Call("UNLINK", [_turn_key(turn.decode())], []) for turn, _ in removed]
+        await self._servers.run_each(calls + self._on_index(scripts.UNINDEX, members, remembered_s))
+        await self._run_list(scripts.FORGET, rollout)
+
+    def _on_index(self, script: str, members: Sequence[tuple[bytes, bytes]], *args: Any) -> list[Call]:
+        """Calls of a script for keys of the index, each with a member: in a cluster one for each key."""
+        step = 1 if self._servers.url.kind == "cluster" else max(len(members), 1)
+        parts = [members[start : start + step] for start in range(0, len(members), step)]
+        return [
+            Call(script, [key for key, _ in part], [*args, *(each for _, each in part)]) for part in parts
+        ]
+
+    async def _rollout_of(self, turn: str) -> str | None:
+        rollout = await self._servers.do(self._servers.client.get(_turn_key(turn)))
+        return None if rollout is None else rollout.decode()
+
+    async def _server_time(self) -> float:
+        seconds, microseconds = await self._run_list(scripts.TIME)
+        return int(seconds) + int(microseconds) / 1e6
+
+    def _unpack_turns(self, packed: Iterable[bytes]) -> dict[str, Turn]:
+        with self._servers.explained():
+            turns = [unpack_turn(each) for each in packed]
+        return {turn.id: turn for turn in turns}
+
+    async def _run(self, script: str, keys: Sequence[bytes], *args: Any) -> Any:
+        return await self._servers.run(script, keys, *args)
+
+    async def _run_list(self, script: str, *args: Any) -> Any:
+        """Run a script of the list of sessions."""
+        return await self._servers.run(script, (scripts.SESSIONS, scripts.SESSIONS + b"moving"), *args)
+
+
+def _index_key(key: bytes) -> bytes:
+    return scripts.PREFIX + b"key:" + key
+
+
+def _turn_key(turn: str) -> bytes:
+    return scripts.PREFIX + b"turn:" + turn.encode()
+
+
+def _rollout_keys(rollout: str) -> list[bytes]:
+    """The names of turns, entries and state of a rollout: all in one slot."""
+    prefix = scripts.PREFIX + b"{s/" + rollout.encode() + b"}:"
+    return [prefix + part for part in (b"turns", b"entries", b"state")]
+
+
+def _space_keys(space: str) -> list[bytes]:
+    prefix = scripts.PREFIX + b"{v/" + space.encode() + b"}:"
+    return [prefix + part for part in (b"values", b"expiry", b"bytes")]
+
+
+def _member(ids: bytes, turn: str, rollout: str) -> bytes:
+    """See `redis_scripts`."""
+    return pack_parts((ids, turn.encode())) + rollout.encode()
+
+
+def _candidate(member: bytes) -> Candidate:
+    start = member[0] + 2
+    end = start + member[start - 1]
+    return Candidate(member[start:end].decode(), member[end:].decode())
+
+
+def _read_found(keys: Sequence[bytes], packed: bytes) -> Iterator[tuple[bytes, Found]]:
+    """The reply of `FIND`."""
+    parts = _read_reply(packed)
+    for number in parts:
+        total, count = int(next(parts)), int(next(parts))
+        groups: list[CandidateGroup] = []
+        for _ in range(count):
+            members, listed = int(next(parts)), int(next(parts))
+            by_ids: dict[bytes, list[Candidate]] = {}
+            for member in islice(parts, listed):
+                by_ids.setdefault(member[1 : 1 + member[0]], []).append(_candidate(member))
+            for ids, candidates in by_ids.items():
+                groups.append(
+                    CandidateGroup(ids, members if len(by_ids) == 1 else len(candidates), candidates)
+                )
+        yield keys[int(number)], Found(total, groups[:FOUND_AT_MOST])
+
+
+def _read_reply(packed: bytes) -> Iterator[bytes]:
+    """The values of a script's reply: b"5:hello2:ab" becomes b"hello", b"ab"."""
+    start = 0
+    while start < len(packed):
+        colon = packed.index(b":", start)
+        start = colon + 1 + int(packed[start:colon])
+        yield packed[colon + 1 : start]
+
+
+def _read_session(rollout: bytes, parts: Iterator[bytes]) -> Session:
+    """The session of a rollout from the values that `reply_session` of `redis_scripts` appends."""
+    used, count = float(next(parts)), int(next(parts))
+    values = list(islice(parts, count))
+    fields = dict(zip(values[::2], values[1::2], strict=True))
+    return Session(
+        id=rollout.decode(),
+        tenant=fields[b"tenant"].decode(),
+        explicit=fields[b"explicit"] == b"1",
+        ambiguous=b"ambiguous" in fields,
+        created=float(fields[b"created"]),
+        used=used,
+        turns=int(fields.get(b"turns", 0)),
+        size=int(fields[b"size"]),
+        defaults=fields[b"defaults"],
+        overrides=fields[b"overrides"],
+        metadata=fields[b"metadata"],
+    )
+
+
+def _read_finished(position: bytes, parts: Iterator[bytes]) -> FinishedRollout:
+    revision, cause = int(next(parts)), Cause(next(parts).decode())
+    return FinishedRollout(int(float(position)), revision, cause, _read_session(next(parts), parts))
+
+
+def _session_arguments(session: Session) -> tuple[str | bytes | int, ...]:
+    """What scripts take to create or describe a session."""
+    times = (repr(session.created), repr(session.used))
+    description = (session.defaults, session.overrides, session.metadata)
+    return (session.id, session.tenant, int(session.explicit), *times, *description)
+
+
+def _pairs(replies: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    return zip(replies[::2], replies[1::2], strict=True)

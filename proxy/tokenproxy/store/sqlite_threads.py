@@ -1,0 +1,268 @@
+"""SQLite in threads: one that writes, a few that read, one file for all processes.
+
+All writes that wait when a transaction starts become part of it, so that many turns cost one commit. A write
+returns only after its commit. A thread of its own copies the log (WAL) into the file, because that waits for
+the disk. WAL with synchronous=NORMAL: a process that is killed loses nothing that was committed; a machine
+that loses power may lose the last transactions, and the file stays intact.
+"""
+
+import asyncio
+import queue
+import sqlite3
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tokenproxy.record.store import StoreError
+from tokenproxy.store import sqlite_file
+from tokenproxy.store.sqlite_file import Connection, DatabaseFile, Work, explained, transaction
+
+T = TypeVar("T")
+
+_GROUP = 256
+"""Writes in one transaction."""
+_CHECKPOINT_BYTES = 16 * 2**20
+"""Bytes in the log, roughly, after which it is copied into the file. A page that many turns change is in the
+log many times, and is copied once."""
+_WRITE_BYTES = 8192
+"""What a write of few bytes adds to the log, roughly: the pages of its index entries."""
+_READERS = 2
+_REPLACED_AT_MOST = 3
+"""Files that one group of writes goes to, if each is deleted meanwhile."""
+_CLOSE_S = 10.0
+"""How long `aclose` waits for a thread that hangs in the disk."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    work: Work[Any]
+    future: "asyncio.Future[Any]"
+    size: int
+    after: Callable[[Any], None] | None
+    failed: Callable[[], None] | None
+    deadline: float = field(default_factory=lambda: time.monotonic() + sqlite_file.BUSY_S)
+    """Until when it waits for the lock."""
+
+
+_Outcome = tuple["asyncio.Future[Any]", Any, Exception | None]
+
+
+class MemoryDatabase:
+    """A database in this process, gone when it ends. Calls run at once, in the thread of the event loop."""
+
+    def __init__(self, prepare: Work[None]) -> None:
+        """`prepare` creates the tables."""
+        self._connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        weakref.finalize(self, self._connection.close)
+        prepare(self._connection)
+
+    async def open(self, prepare: Work[None]) -> None:
+        """Nothing: the tables are there."""
+
+    async def aclose(self) -> None:
+        """Nothing: the data stay as long as this object."""
+
+    async def write(
+        self,
+        work: Work[T],
+        size: int = 0,
+        after: Callable[[T], None] | None = None,
+        failed: Callable[[], None] | None = None,
+    ) -> T:
+        """The result of `work`, run in a transaction. It has no files, which `after` and `failed` are for."""
+        with explained("memory:"), transaction(self._connection, 0.0):
+            return work(self._connection)
+
+    async def read(self, work: Work[T]) -> T:
+        """The result of `work`, which changes nothing."""
+        with explained("memory:"):
+            return work(self._connection)
+
+
+class Database:
+    """One file: `write` and `read` from an event loop, between `open` and `aclose`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: DatabaseFile | None = None
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._writer: threading.Thread | None = None
+        self._readers: ThreadPoolExecutor | None = None
+        self._checkpoints = ThreadPoolExecutor(1, "store-checkpoint")
+        self._checkpoint: Future[None] | None = None
+        self._logged = 0
+        """Bytes in the log since the last checkpoint, roughly."""
+        self._idle: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+
+    async def open(self, prepare: Work[None]) -> None:
+        """Connect, let `prepare` create the tables, and start the threads.
+
+        Raises:
+            StoreError: the file cannot be opened, or `prepare` refuses it.
+        """
+        file = DatabaseFile(self._path, prepare)
+        connection = await asyncio.to_thread(self._open, file)
+        self._file = file
+        # daemon: a process that forgot `aclose` must be able to end
+        self._writer = threading.Thread(
+            target=self._serve, args=(file, connection), name="store-write", daemon=True
+        )
+        self._writer.start()
+        self._readers = ThreadPoolExecutor(_READERS, "store-read")
+        for _ in range(_READERS):
+            self._idle.put(Connection(file, waits=True))
+
+    async def aclose(self) -> None:
+        """Finish the writes that wait, then close the file."""
+        writer, readers, file = self._writer, self._readers, self._file
+        self._writer = self._readers = self._file = None
+        if writer is not None:
+            self._jobs.put(None)
+            await asyncio.to_thread(writer.join, _CLOSE_S)
+            await asyncio.to_thread(self._checkpoints.shutdown)
+        if readers is not None:
+            await asyncio.to_thread(readers.shutdown)
+            while not self._idle.empty():
+                self._idle.get().close()
+        if file is not None:
+            await asyncio.to_thread(file.close)
+
+    async def write(
+        self,
+        work: Work[T],
+        size: int = 0,
+        after: Callable[[T], None] | None = None,
+        failed: Callable[[], None] | None = None,
+    ) -> T:
+        """Run `work` in a transaction that it may share with other writes; returns after the commit.
+
+        Args:
+            size: bytes that it writes, where they are many.
+            after: runs in the writer's thread after the commit, with the result; also if the caller has left.
+            failed: runs there after `work` was rolled back for good.
+        """
+        if self._writer is None:
+            raise StoreError(f"{self._path} is not open")
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._jobs.put(_Job(work, future, size, after, failed))
+        return await future
+
+    async def read(self, work: Work[T]) -> T:
+        """Run `work`, which changes nothing; all its queries see the same state."""
+        if self._readers is None or self._file is None:
+            raise StoreError(f"{self._path} is not open")
+        return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, self._file, work)
+
+    def _open(self, file: DatabaseFile) -> Connection:
+        connection = Connection(file, waits=False)
+        try:
+            with explained(self._path):
+                connection.get()
+        except BaseException:  # whatever it was, the caller gets no connection, so it cannot close the file
+            file.close()
+            raise
+        return connection
+
+    def _read(self, file: DatabaseFile, work: Work[T]) -> T:
+        reader = self._idle.get()
+        try:
+            with explained(self._path), reader.distrusted_on_error():
+                connection = reader.get()
+                connection.execute("BEGIN")
+                try:
+                    return work(connection)
+                finally:
+                    # some errors end the transaction by themselves
+                    if connection.in_transaction:
+                        connection.execute("ROLLBACK")
+        finally:
+            self._idle.put(reader)
+
+    def _serve(self, file: DatabaseFile, connection: Connection) -> None:
+        """Run in the writer's thread: commit the jobs in groups until a None arrives."""
+        more = True
+        while more:
+            group = []
+            job = self._jobs.get()
+            while job is not None:
+                # its caller has left
+                if not job.future.cancelled():
+                    group.append(job)
+                if len(group) == _GROUP or self._jobs.empty():
+                    break
+                job = self._jobs.get()
+            more = job is not None
+            if group:
+                self._commit(file, connection, group)
+                self._checkpoint_if_due(file, sum(job.size + _WRITE_BYTES for job in group))
+        connection.close()
+
+    def _checkpoint_if_due(self, file: DatabaseFile, size: int) -> None:
+        self._logged += size
+        if self._logged >= _CHECKPOINT_BYTES and (self._checkpoint is None or self._checkpoint.done()):
+            self._logged = 0
+            self._checkpoint = self._checkpoints.submit(_copy_log, file)
+
+    def _commit(self, file: DatabaseFile, connection: Connection, group: Sequence[_Job]) -> None:
+        """All in one transaction; if that fails, each in its own, so that one cannot spoil the others."""
+        try:
+            with explained(self._path), connection.distrusted_on_error():
+                results = _run(connection, group)
+        except Exception as error:  # noqa: BLE001 - the boundary of the thread: the futures get it
+            if len(group) == 1 or isinstance(error.__cause__, sqlite3.OperationalError):
+                for job in group:
+                    if job.failed is not None:
+                        job.failed()
+                _settle([(job.future, None, error) for job in group])
+            else:
+                for job in group:
+                    self._commit(file, connection, [job])
+        else:
+            for job, result in zip(group, results, strict=True):
+                if job.after is not None:
+                    job.after(result)
+            _settle([(job.future, result, None) for job, result in zip(group, results, strict=True)])
+
+
+def _run(connection: Connection, group: Sequence[_Job]) -> list[Any]:
+    """Run jobs in one transaction, in the file that has the name after the commit."""
+    for _ in range(_REPLACED_AT_MOST):
+        opened = connection.get()
+        with transaction(opened, group[0].deadline):
+            results = [job.work(opened) for job in group]
+        if not connection.moved():
+            return results
+    raise StoreError("the file of the store is deleted again and again")
+
+
+def _copy_log(file: DatabaseFile) -> None:
+    # if something is wrong with the file, the next write reports it
+    with suppress(sqlite3.Error), closing(file.connect()) as connection:
+        connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+
+
+def _settle(outcomes: Sequence[_Outcome]) -> None:
+    """Deliver results and errors, each in the event loop that waits for it."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[_Outcome]] = {}
+    for outcome in outcomes:
+        by_loop.setdefault(outcome[0].get_loop(), []).append(outcome)
+    for loop, of_loop in by_loop.items():
+        # a loop that was closed has no callers left
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(_resolve, of_loop)
+
+
+def _resolve(outcomes: Sequence[_Outcome]) -> None:
+    for future, result, error in outcomes:
+        if future.done():
+            continue
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)

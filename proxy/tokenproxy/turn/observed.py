@@ -1,0 +1,95 @@
+"""Report a planned prompt to the client (headers), metrics, traces and the access log."""
+
+from tokenproxy.base.fields import raw_value
+from tokenproxy.base.http import Response
+from tokenproxy.base.request import ChatRequest, EngineRoute
+from tokenproxy.monitoring.exchange import running_exchange
+from tokenproxy.monitoring.metrics import Metrics
+from tokenproxy.monitoring.spans import Span, Value
+from tokenproxy.record.plan import Extended, Given, PromptPlan
+from tokenproxy.record.vocabulary import Reason
+
+
+def count_plan(plan: PromptPlan, metrics: Metrics) -> None:
+    """Count the prompts of a request, once for each request, and note them for the access log."""
+    for prompt in plan.prompts:
+        _count_prompt(prompt, metrics)
+    exchange = running_exchange()
+    if exchange is not None and exchange.noting:
+        exchange.note(_described(plan))
+
+
+def _count_prompt(plan: PromptPlan, metrics: Metrics) -> None:
+    metrics.prompts.labels(plan.source, plan.reason or "none").inc()
+    if plan.reason == Reason.AMBIGUOUS:
+        metrics.ambiguous.inc()
+    if isinstance(plan, Extended):
+        metrics.reused_ids.inc(plan.reused)
+        metrics.appended_ids.inc(len(plan.appended))
+    elif isinstance(plan, Given):
+        metrics.given_ids.inc(plan.reused)
+        metrics.appended_ids.inc(plan.appended)
+
+
+def describe_plan(span: Span, plan: PromptPlan) -> None:
+    """Add the plan to the span of planning."""
+    if span.recording:
+        attributes = {f"tokenproxy.prompt.{name}": value for name, value in _described(plan).items()}
+        span.set({**attributes, "tokenproxy.prompt.candidates": plan.placement.candidates})
+
+
+def describe_request(request: ChatRequest, plan: PromptPlan) -> None:
+    """Add the requested parameters to the request's spans, with OpenTelemetry's names for generative AI."""
+    exchange = running_exchange()
+    if exchange is None or not exchange.span.recording:
+        return
+    max_tokens = raw_value(request.fields, "max_completion_tokens") or raw_value(request.fields, "max_tokens")
+    exchange.engine_attributes = {
+        "gen_ai.operation.name": ("chat" if request.engine_route is EngineRoute.CHAT else "text_completion"),
+        "gen_ai.provider.name": "vllm",
+        "gen_ai.request.model": request.model or plan.placement.scope.model,
+        "gen_ai.request.temperature": request.temperature,
+        "gen_ai.request.max_tokens": int(max_tokens) if max_tokens and max_tokens.isdigit() else None,
+        "gen_ai.request.choice.count": request.choices if request.choices > 1 else None,
+        "gen_ai.request.stream": request.stream,
+        "gen_ai.conversation.id": plan.placement.session.name if plan.rollout is not None else None,
+    }
+    exchange.span.set(exchange.engine_attributes)
+
+
+def _described(plan: PromptPlan) -> dict[str, Value | None]:
+    recorded = plan.placement.conversation is not None
+    described: dict[str, Value | None] = {
+        "source": str(plan.source),
+        "reason": str(plan.reason) if plan.reason else None,
+        "session": plan.placement.session.name if plan.rollout is not None else None,
+        "turn": plan.placement.turn_id if recorded else None,
+    }
+    if isinstance(plan, Extended):
+        described.update(reused=plan.reused, appended=len(plan.appended))
+    elif isinstance(plan, Given):
+        reused = sum(prompt.reused for prompt in plan.prompts if isinstance(prompt, Given))
+        described.update(reused=reused, appended=plan.appended)
+    return described
+
+
+def add_prompt_headers(response: Response, plan: PromptPlan) -> None:
+    """Report on a successful response where its prompts came from and where their turns are recorded."""
+    if response.status >= 400:
+        return
+    placement, appended = plan.placement, None
+    if isinstance(plan, Extended | Given):
+        appended = str(plan.appended if isinstance(plan, Given) else len(plan.appended))
+    reused = sum(prompt.reused for prompt in plan.prompts if isinstance(prompt, Extended | Given))
+    headers = {
+        b"x-prompt-source": plan.source,
+        b"x-prompt-reused": str(reused),
+        b"x-prompt-appended": appended,
+        b"x-prompt-reason": plan.reason,
+        b"x-prompt-candidates": str(placement.candidates) if placement.candidates > 1 else None,
+        b"x-session-id": placement.session.name if plan.rollout is not None else None,
+        b"x-turn-id": placement.turn_id if placement.conversation is not None else None,
+    }
+    # an engine that is a tokenproxy itself has set these headers for its own prompt
+    response.headers = [pair for pair in response.headers if pair[0] not in headers]
+    response.headers += [(name, value.encode()) for name, value in headers.items() if value is not None]

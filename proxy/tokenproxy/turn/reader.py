@@ -1,0 +1,349 @@
+"""Reads the sampled choices from an engine's completion, whole or streamed.
+
+Law: evidence can never fail the response. Ids and log-probabilities of an unknown shape are named in
+    `SampledChoice.unreadable`, so that the turn is recorded and never trained on; other fields of an unknown
+    shape are left out. An error is raised only if the data is not a JSON object or is nested hundreds of
+    levels deep.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, TypeVar, cast
+
+from chat_tokenizer import InvalidIds, ids
+from tokenproxy.base.fields import NULL, is_null
+from tokenproxy.record.completion import Batch, Completion, SampledChoice
+from tokenproxy.record.turn import WeightSpan, pack_ids
+from tokenproxy.record.vocabulary import ABORTED
+from tokenproxy.turn import wire
+from tokenproxy.turn.cut import REFUSALS
+from tokenproxy.turn.usual_chunk import Piece
+
+T = TypeVar("T")
+_PACKED_FROM_BYTES = 2048
+"""Bytes of an echoed prompt from which numpy packs it faster than ids are made of it one by one."""
+_TEXTS = frozenset({"content", "reasoning", "reasoning_content", "refusal"})
+"""Fields of a message whose text a stream sends in pieces."""
+
+
+def read_completion(parsed: wire.Parsed, sent: bytes = b"", batch: Batch | None = None) -> Completion:
+    """Read the sampled choices of a whole completion.
+
+    Args:
+        sent: the prompt that was sent to the engine, as a JSON array; an equal echo is not parsed.
+        batch: the prompts of a request of the completions route, where each choice echoes its prompt.
+    """
+    whole, cut = parsed.completion, parsed.cut
+    echoes = _Echoes(sent, batch)
+    echoes.read(whole)
+    completion = Completion(
+        echoes.of_all.ids,
+        completion_tokens=whole.usage.completion_tokens if whole.usage else None,
+        cached_tokens=whole.usage.cached_tokens if whole.usage and batch is None else None,
+        packed_prompt=echoes.of_all.packed,
+    )
+    for choice, index, sure in _numbered(whole.choices or ()):
+        sampled = SampledChoice(index, choice.whole_message, raw_ids=cut.ids or b"")
+        _add(choice, sampled)
+        if not sampled.ids and _holds_text(sampled.message):
+            sampled.ids = None  # text without ids: what was sampled is unknown
+        echo = echoes.of_choice(index)
+        sampled.unreadable = _first(echo.unreadable, choice.unreadable, () if sure else ("index",))
+        if batch is not None:
+            sampled.prompt_ids = echo.ids
+        completion.choices.append(sampled)
+    return completion
+
+
+def _holds_text(message: dict[str, Any]) -> bool:
+    """Whether the message shows that something was sampled."""
+    return any(message.get(name) for name in ("content", "reasoning", "reasoning_content", "tool_calls"))
+
+
+def _numbered(choices: Sequence[wire.Choice]) -> Iterator[tuple[wire.Choice, int, bool]]:
+    """Each choice with a unique index, and whether that index is certainly the engine's."""
+    claimed = {choice.index for choice in choices}
+    free = (index for index in count() if index not in claimed)
+    taken: set[int] = set()
+    for choice in choices:
+        if choice.index is None or choice.index in taken:
+            yield choice, next(free), len(choices) == 1
+        else:
+            taken.add(choice.index)
+            yield choice, choice.index, True
+
+
+@dataclass(slots=True)
+class _Echo:
+    """The prompt as an engine echoed it."""
+
+    sent: bytes
+    ids: bytes | None = None
+    """The JSON array of ids as the engine wrote it; None if there is none, or it cannot be parsed."""
+    packed: bytes | None = None
+    """The ids packed, if they had to be parsed."""
+    unreadable: tuple[str, ...] = ()
+
+    def read(self, echo: bytes) -> None:
+        """Add an echo; null counts as no echo."""
+        if echo == NULL:
+            return
+        try:
+            if echo != self.sent and len(echo) < _PACKED_FROM_BYTES:
+                self.packed = pack_ids(wire.decode_ids(echo))
+            elif echo != self.sent:
+                self.packed = ids.pack(echo)
+            self.ids = echo
+        except (*REFUSALS, InvalidIds):
+            self.unreadable = ("prompt_token_ids",)
+
+
+class _Echoes:
+    """The prompts of a request as an engine echoed them."""
+
+    def __init__(self, sent: bytes, batch: Batch | None) -> None:
+        """`batch` is None where one echo belongs to all choices."""
+        self._of_all = batch is None
+        self._batch = batch or Batch((sent,), 1)
+        self._prompts = [_Echo(prompt) for prompt in self._batch.prompts]
+
+    @property
+    def of_all(self) -> _Echo:
+        """The echo that belongs to all choices; an empty one if each choice has its own."""
+        return self._prompts[0] if self._of_all else _Echo(b"")
+
+    def of_choice(self, index: int) -> _Echo:
+        """The echo of a choice's prompt."""
+        return self._prompts[self._batch.prompt_of(index)]
+
+    def read(self, completion: wire.Completion) -> None:
+        """Add the echo of a completion or chunk, or those of its choices: the first of a prompt holds it."""
+        if self._of_all:
+            if completion.prompt_token_ids is not wire.ABSENT:
+                self._prompts[0].read(bytes(completion.prompt_token_ids))
+            return
+        for choice in completion.choices or ():
+            echo = self.of_choice(choice.index or 0)
+            if echo.ids is None and choice.prompt_token_ids is not wire.ABSENT:
+                echo.read(bytes(choice.prompt_token_ids))
+
+
+@dataclass
+class StreamReader:
+    """Collects what was sampled from the chunks of a stream, one after the other.
+
+    The stream must hold usage in each chunk: it shows whether all ids came.
+    """
+
+    expected: int = 1
+    """How many choices there will be."""
+    sent: bytes = b""
+    """The prompt that was sent to the engine, as a JSON array; an equal echo is not parsed."""
+    batch: Batch | None = None
+    """See `read_completion`."""
+    failed: bool = field(init=False, default=False)
+    """Whether the engine sent an error in place of a chunk."""
+    _echoes: _Echoes = field(init=False)
+    _choices: dict[int, "_StreamedChoice"] = field(init=False, default_factory=dict)
+    _ended: int = field(init=False, default=0)
+    _cached_tokens: int | None = field(init=False, default=None)
+    _usage_read: bool = field(init=False, default=False)
+    """Whether the chunk after the last choice was read, which has no choices."""
+    _new: list["_StreamedChoice"] = field(init=False, default_factory=list)
+    """Choices that ended and were not returned yet."""
+
+    def __post_init__(self) -> None:
+        self._echoes = _Echoes(self.sent, self.batch)
+
+    def add(self, piece: Piece) -> bool:
+        """Add a chunk of the usual shape. Returns False if it must be read."""
+        streamed = self._choices.get(piece.choice)
+        if streamed is None or streamed.closed:
+            return False
+        streamed.add_piece(piece)
+        return True
+
+    def read(self, chunk: wire.Completion) -> None:
+        """Add a chunk. An error of the engine is skipped."""
+        if chunk.error is not wire.ABSENT and not is_null(chunk.error):
+            self.failed = True
+            return
+        self._echoes.read(chunk)
+        choices, usage = chunk.choices or (), chunk.usage
+        if usage is not None and self.batch is None and usage.cached_tokens is not None:
+            self._cached_tokens = usage.cached_tokens
+        self._usage_read |= self.complete and not choices
+        alone = len(choices) == 1
+        sure = alone or len({choice.index or 0 for choice in choices}) == len(choices)
+        for choice in choices:
+            index = choice.index or 0
+            streamed = self._choices.get(index)
+            if streamed is None:
+                streamed = self._choices[index] = _StreamedChoice(SampledChoice(index))
+            if streamed.closed:
+                continue
+            streamed.add(choice)
+            if not sure or (choice.index is None and self.expected > 1):
+                streamed.mark(("index",))
+            if alone and usage is not None and usage.completion_tokens is not None:
+                streamed.sampled.counted, streamed.usage = usage.completion_tokens, None
+            if choice.finish_reason:
+                streamed.closed = True
+                self._new.append(streamed)
+                self._ended += 1
+
+    def progress(self) -> dict[int, int] | None:
+        """Number of sampled ids that arrived, by the index of the choice; None if some came without ids."""
+        if any(choice.without_ids for choice in self._choices.values()):
+            return None
+        return {index: len(choice.sampled.ids or ()) for index, choice in self._choices.items()}
+
+    @property
+    def complete(self) -> bool:
+        """Whether all choices have ended."""
+        return self._ended >= self.expected
+
+    @property
+    def awaits_usage(self) -> bool:
+        """Whether all choices have ended, and the next chunk may tell how many prompt ids were cached."""
+        told = self._usage_read or self._cached_tokens is not None
+        return self.complete and self.batch is None and not (told or self.failed)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a choice has ended since the last call of `ended`."""
+        return bool(self._new)
+
+    def ended(self) -> Completion:
+        """The choices that ended since the last call."""
+        new, self._new = self._new, []
+        return self._completion(new)
+
+    def rest(self) -> Completion:
+        """The choices that were not returned yet; those without a finish reason were broken off."""
+        new, self._new = self._new, []
+        return self._completion(each for each in self._choices.values() if each in new or not each.closed)
+
+    def _completion(self, choices: Iterable["_StreamedChoice"]) -> Completion:
+        results = []
+        for choice in choices:
+            echo = self._echoes.of_choice(choice.sampled.index)
+            results.append(choice.result(echo))
+            if self.batch is not None:
+                results[-1].prompt_ids = echo.ids
+        echo = self._echoes.of_all
+        return Completion(echo.ids, results, cached_tokens=self._cached_tokens, packed_prompt=echo.packed)
+
+
+@dataclass(eq=False, slots=True)
+class _StreamedChoice:
+    """A choice that comes in pieces."""
+
+    sampled: SampledChoice
+    closed: bool = False
+    """Whether it takes no more pieces, because it ended or was returned."""
+    usage: bytes | None = None
+    """The tokens so far, from a later chunk than `sampled.counted`."""
+    _unreadable: tuple[str, ...] = ()
+    _without_ids: bool = False
+    _texts: dict[str, list[str]] = field(default_factory=dict)
+    _calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def without_ids(self) -> bool:
+        """Whether some of its text arrived without ids."""
+        return self._without_ids or "token_ids" in self._unreadable
+
+    def add(self, choice: wire.Choice) -> None:
+        """Append a piece, as the OpenAI SDKs do."""
+        delta = choice.new_text
+        for name, value in delta.items():
+            if name in _TEXTS and isinstance(value, str):
+                self._texts.setdefault(name, []).append(value)
+        for call in wire.calls_of(delta):
+            self._add_call(call)
+        if choice.token_ids is None and any(value for name, value in delta.items() if name != "role"):
+            self._without_ids = True
+        self.mark(choice.unreadable)
+        _add(choice, self.sampled)
+
+    def add_piece(self, piece: Piece) -> None:
+        """Append one sampled id."""
+        sampled = self.sampled
+        if sampled.ids is None:
+            sampled.ids = []
+        if sampled.logprobs is None:
+            sampled.logprobs = []
+        self._texts.setdefault(piece.field, []).append(piece.text)
+        cast("list[int]", sampled.ids).append(piece.token_id)
+        cast("list[float]", sampled.logprobs).append(piece.logprob)
+        self.usage = piece.usage
+
+    def mark(self, unreadable: tuple[str, ...]) -> None:
+        """Name fields of the evidence that could not be read."""
+        if unreadable:
+            self._unreadable = tuple(dict.fromkeys((*self._unreadable, *unreadable)))
+
+    def result(self, echo: _Echo) -> SampledChoice:
+        """The choice as far as it arrived. Its ids are None if some of its text arrived without ids."""
+        self.closed = True
+        sampled = self.sampled
+        sampled.message = self._message()
+        if self.usage is not None and (counted := wire.completion_tokens(self.usage)) is not None:
+            sampled.counted = counted
+        sampled.finish_reason = sampled.finish_reason or ABORTED
+        sampled.unreadable = _first(echo.unreadable, self._unreadable)
+        if self.without_ids:
+            sampled.ids = None
+        if "logprobs" in self._unreadable:
+            sampled.logprobs = None
+        return sampled
+
+    def _add_call(self, piece: wire.CallPiece) -> None:
+        call = self._calls.setdefault(piece.position, {"type": "function", "function": {}})
+        function = call["function"]
+        if piece.id:
+            call["id"] = piece.id
+        if piece.name:
+            function["name"] = piece.name
+        if piece.arguments is not None:
+            function["arguments"] = function.get("arguments", "") + piece.arguments
+
+    def _message(self) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": None}
+        message |= {name: "".join(texts) for name, texts in self._texts.items()}
+        if self._calls:
+            message["tool_calls"] = [call for _, call in sorted(self._calls.items())]
+        return message
+
+
+def _add(choice: wire.Choice, sampled: SampledChoice) -> None:
+    """Append the ids, log-probabilities and finish reason of a piece."""
+    if choice.token_ids is not None:
+        sampled.ids = _joined(sampled.ids, choice.token_ids)
+    if choice.logprobs is not None and (logprobs := choice.logprobs.values) is not None:
+        sampled.logprobs = _joined(sampled.logprobs, logprobs)
+        if isinstance(choice.logprobs, wire.TokenLogprobs):
+            sampled.alternatives += choice.logprobs.alternatives
+    sampled.finish_reason = choice.finish_reason or sampled.finish_reason
+    if choice.stop_reason is not None:
+        sampled.stop_reason = choice.stop_reason
+    sampled.routed_experts = choice.routed_experts or sampled.routed_experts
+    if choice.sampling_mask is not None:
+        sampled.sampling_mask = sampled.sampling_mask or []
+        sampled.sampling_mask += choice.sampling_mask
+    for span in choice.weight_versions or ():
+        sampled.weight_versions += (WeightSpan(str(span.version), span.start, span.end),)
+
+
+def _first(*names: tuple[str, ...]) -> str:
+    return next((name for some in names for name in some), "")
+
+
+def _joined(values: Sequence[T] | None, more: Sequence[T]) -> Sequence[T]:
+    """Values and those of the next piece: the same list, so that a stream of pieces takes linear time."""
+    if not values:
+        return more
+    cast("list[T]", values).extend(more)
+    return values

@@ -1,0 +1,291 @@
+"""Plans the prompt of one turn, and sends it to a replica.
+
+The prompt is planned once, for the model that the fleet serves. The replica that runs it is chosen after
+that, because the plan holds the conversation and the replica that has its ids cached.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from time import time
+from typing import NamedTuple
+
+import msgspec
+
+from tokenproxy.base.errors import Unavailable
+from tokenproxy.base.fields import join, raw, raw_value, read, stream_options
+from tokenproxy.base.http import Request, Response
+from tokenproxy.base.request import ChatRequest, EngineRoute
+from tokenproxy.base.types import Fields, Headers
+from tokenproxy.engine.generate import GenerateTokenIn
+from tokenproxy.engine.token_in import TokenRequest, rename_errors
+from tokenproxy.fleet.model import FleetImages, FleetModel
+from tokenproxy.fleet.replica import Replica
+from tokenproxy.fleet.routing import BYTES_PER_ID, Routing, body_digest
+from tokenproxy.fleet.weight_tags import WeightTag
+from tokenproxy.monitoring.exchange import span
+from tokenproxy.record.claims import Claims
+from tokenproxy.record.completion import Batch, Completion
+from tokenproxy.record.images import single_placeholders
+from tokenproxy.record.plan import Extended, Given, PromptPlan, Rendered, ServedModel, images_of, prompt_of
+from tokenproxy.record.turn import WeightSpan
+from tokenproxy.record.vocabulary import Reason
+from tokenproxy.turn.observed import describe_plan, describe_request
+from tokenproxy.turn.required_prefix import render_with_prefix
+from tokenproxy.turn.services import Services
+
+_IMAGE_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs")
+"""Fields that change what a model's processor makes of an image."""
+_BAD_REQUEST = 400
+_PROMPT_FIELDS: Mapping[str, str] = {EngineRoute.COMPLETIONS: "prompt", EngineRoute.GENERATE: "token_ids"}
+_SESSION_HEADER = b"x-session-id"
+_TRUE = msgspec.Raw(b"true")
+_NO_ALTERNATIVES = msgspec.Raw(b"0")
+"""The number of alternatives with which the log-probabilities of sampled ids are requested."""
+
+
+@dataclass(slots=True)
+class PlannedTurn:
+    """A turn, its plan, and the replica to which it was sent last."""
+
+    request: ChatRequest
+    services: Services
+    plan: PromptPlan
+    model: FleetModel
+    """The model for which it was planned."""
+    replica: Replica = field(init=False)
+    """Only after it was sent."""
+    tag: WeightTag = field(init=False)
+    """The versions of the weights that sample it; only after it was sent."""
+
+    async def send(self, replica: Replica) -> Response:
+        """Send the turn to a replica.
+
+        Raises:
+            Unavailable: the fleet serves another model since the turn was planned.
+            ApiError: as `Engine.send`.
+        """
+        if self.model is not self.services.fleet.model and self.model.difference(replica):
+            raise Unavailable("the fleet serves another model since this request began: send it again")
+        self.replica = replica
+        self.tag = self.services.fleet.weights.begin(replica, stream=self.request.stream)
+        return await _send(self.request, self.plan, replica, self.services)
+
+    async def add_weights(self, completion: Completion) -> None:
+        """Add the versions of the weights to choices that ended, unless the engine reported them."""
+        await self.services.fleet.weights.confirm(self.tag)
+        for choice in completion.choices:
+            if not choice.weight_versions:
+                spans, choice.weights_uncertain = self.tag.spans(choice.index, len(choice.ids or ()))
+                choice.weight_versions = tuple(WeightSpan(*span) for span in spans)
+
+    def batch(self) -> Batch | None:
+        """The prompts of a completions request as they are sent; None for the other routes."""
+        if self.request.engine_route is not EngineRoute.COMPLETIONS:
+            return None
+        return Batch(tuple(map(prompt_of, self.plan.prompts)), self.request.choices)
+
+    def routing(self) -> Routing:
+        """The facts by which the fleet chooses a replica."""
+        request, plan = self.request, self.plan
+        held = [self._held(prompt) for prompt in plan.prompts]
+        most = max(held, key=lambda prefix: prefix.reused)
+        return Routing(
+            conversation=_conversation(plan) if not plan.others else plan.rollout or "",
+            holder=most.holder,
+            held_since=most.since,
+            ids=sum(prefix.ids for prefix in held),
+            reused=sum(prefix.reused for prefix in held if prefix.holder == most.holder),
+            tenant=request.tenant,
+            completion=True,
+            digest=lambda: body_digest(request.retry.path, request.retry.body),
+        )
+
+    def _held(self, plan: PromptPlan) -> "_HeldPrefix":
+        """The ids of one prompt, and the replica that holds a part of them."""
+        holder, since = plan.placement.holder, plan.placement.held_since
+        if isinstance(plan, Extended):
+            reused, ids = plan.reused, plan.reused + len(plan.appended)
+        elif isinstance(plan, Given):
+            reused, ids = (plan.reused if holder else 0), plan.reused + plan.appended
+        else:
+            text = self.request.messages or self.request.retry.body
+            reused, ids = 0, len(text) // BYTES_PER_ID // len(self.plan.prompts)
+        if not holder:
+            since = time()
+            if prompt := prompt_of(plan):
+                holder, share = self.services.fleet.prefix_caches.holder_of_prompt(prompt)
+                reused = int(ids * share)
+        return _HeldPrefix(holder, since, ids, reused)
+
+
+class _HeldPrefix(NamedTuple):
+    """The replica that holds the beginning of a prompt in its cache."""
+
+    holder: str
+    """Its name; empty if there is none."""
+    since: float
+    """When it got them, in seconds since the epoch."""
+    ids: int
+    """The number of ids of the prompt, approximately."""
+    reused: int
+    """How many of them the replica holds."""
+
+
+async def plan_turn(request: ChatRequest, services: Services, claims: Claims) -> PlannedTurn:
+    """Plan a turn for the model that the fleet serves.
+
+    Raises:
+        BadRequest, Unsupported, NotReady: the prompt cannot be made; see `Planner.plan`.
+        PrefixRefused: the engine refuses to render the messages.
+        EngineUnavailable, EngineTimeout, EngineBroken: no replica responds.
+    """
+    model = await services.fleet.served_model()
+    if request.needs_token_in:
+        model.capabilities.require_token_in()
+    with span("plan", {}) as planning:
+        plan = await _plan(request, model, services, claims)
+        describe_plan(planning, plan)
+    describe_request(request, plan)
+    return PlannedTurn(request, services, plan, model)
+
+
+def served_model(model: FleetModel, request: ChatRequest, services: Services) -> ServedModel:
+    """The model of the fleet, as planning needs it for a request."""
+    capabilities, problem = model.capabilities, model.tokenizer_problem
+    refused = None
+    if capabilities.token_in is None:
+        refused = Reason.NO_TOKEN_IN
+    elif not capabilities.token_in.supports(request.fields):
+        refused = Reason.SPECIAL_REQUEST
+    images = placeholder = None
+    if capabilities.images is not None:
+        placeholder = capabilities.images.placeholder
+        images = FleetImages(services.fleet, placeholder) if _images_fit(request) else None
+    name = capabilities.model.name if capabilities.model else ""
+    length = capabilities.model.max_model_len if capabilities.model else None
+    rendered, mode = capabilities.rendered_fields, capabilities.logprobs_mode
+    return ServedModel(name, model.tokenizer, problem, refused, rendered, mode, images, placeholder, length)
+
+
+def _images_fit(request: ChatRequest) -> bool:
+    """Whether images of a request can be sent with exact ids: its fields fit, and change no image's ids."""
+    return GenerateTokenIn().supports(request.fields) and not any(
+        raw_value(request.fields, name) for name in _IMAGE_OPTIONS
+    )
+
+
+async def _plan(request: ChatRequest, model: FleetModel, services: Services, claims: Claims) -> PromptPlan:
+    planner, served = services.history.planner, served_model(model, request, services)
+    if request.required_prefix is None:
+        return await planner.plan(request, served, claims)
+    rendered = await render_with_prefix(
+        request.required_prefix, request.fields, request.headers, model, services
+    )
+    return await planner.plan_prefix(request, rendered.prompt, rendered.prefix, served, claims)
+
+
+async def _send(request: ChatRequest, plan: PromptPlan, replica: Replica, services: Services) -> Response:
+    recorded = plan.placement.conversation is not None
+    evidence = recorded or request.visible.on_messages
+    fields = _request_for_engine(request, evidence=evidence)
+    if services.cache_salt_by_version and replica.weight_version is not None:
+        fields.setdefault("cache_salt", raw(replica.weight_version))
+    headers, prompt, route = _headers(request, plan), prompt_of(plan), request.engine_route
+    if not prompt or route is not EngineRoute.CHAT:  # the engine renders it, or it stands in the fields
+        call = Request("POST", route, headers, join(fields), repeatable=True)
+        response = await replica.engine.send(call)
+        if response.status == _BAD_REQUEST and route in _PROMPT_FIELDS:
+            response = await rename_errors(response, _PROMPT_FIELDS[route])
+    else:
+        response = await _send_ids(request, plan, replica, services, fields, headers)
+    if response.status < 400:
+        for each in plan.prompts:  # the replica holds prompts that are in no recorded turn of it
+            if (ids := prompt_of(each)) and not each.placement.holder:
+                services.fleet.prefix_caches.note(ids, replica)
+    return response
+
+
+async def _send_ids(
+    request: ChatRequest,
+    plan: PromptPlan,
+    replica: Replica,
+    services: Services,
+    fields: Fields,
+    headers: Headers,
+) -> Response:
+    """Send a chat completion whose prompt is exact ids."""
+    given = request.required_prefix or request.given
+    capabilities, images, single = replica.require_capabilities(), images_of(plan), b""
+    prompt = prompt_of(plan)
+    token_in = GenerateTokenIn() if images else capabilities.require_token_in()
+    if images:
+        placeholder = capabilities.require_images().placeholder
+        single = await services.in_thread(lambda: single_placeholders(prompt, placeholder, images))
+    name = given.field if given else "messages"
+    completion = TokenRequest(prompt, fields, headers, name, single, [each.image for each in images])
+    return await token_in.complete(replica.engine, completion)
+
+
+def _request_for_engine(request: ChatRequest, *, evidence: bool) -> Fields:
+    """The fields of the request.
+
+    Args:
+        evidence: whether to request ids, usage and log-probabilities, to record them.
+    """
+    fields = dict(request.fields)
+    if not evidence:
+        return fields
+    fields["return_token_ids"] = _TRUE
+    match request.engine_route:
+        case EngineRoute.CHAT:
+            if raw_value(fields, "top_logprobs") in (None, b"0"):
+                fields["logprobs"] = _TRUE
+            if not request.visible.reasoning and not _constrained(fields):
+                # else vLLM hides ids too; the redactor removes the reasoning
+                fields["include_reasoning"] = _TRUE
+        case EngineRoute.COMPLETIONS:
+            if raw_value(fields, "logprobs") is None:
+                fields["logprobs"] = _NO_ALTERNATIVES
+        case EngineRoute.GENERATE:
+            sampling = read(fields, "sampling_params", Fields)
+            if sampling is not None and raw_value(sampling, "logprobs") is None:
+                sampling["logprobs"] = _NO_ALTERNATIVES
+                fields["sampling_params"] = msgspec.Raw(join(sampling))
+    if request.stream:
+        usage = {"include_usage": _TRUE, "continuous_usage_stats": _TRUE}
+        fields["stream_options"] = msgspec.Raw(join({**stream_options(fields), **usage}))
+    return fields
+
+
+def _constrained(fields: Fields) -> bool:
+    """Whether a grammar constrains the completion; vLLM then reads `include_reasoning` to apply it."""
+    names = ("response_format", "structured_outputs")
+    free = (None, b'"none"', b'"auto"')
+    return any(raw_value(fields, name) for name in names) or raw_value(fields, "tool_choice") not in free
+
+
+def _headers(request: ChatRequest, plan: PromptPlan) -> Headers:
+    """The client's headers, and the session: a router between proxy and engine can be sticky by it."""
+    placement = plan.placement
+    left_out = [b"accept-encoding"]  # the response is read here, so it must not be compressed
+    if plan.rollout is None:
+        return [pair for pair in request.headers if pair[0] not in left_out]
+    left_out.append(_SESSION_HEADER)
+    headers = [pair for pair in request.headers if pair[0] not in left_out]
+    return [*headers, (_SESSION_HEADER, placement.session.name.encode())]
+
+
+def _conversation(plan: PromptPlan) -> str:
+    """A key that is equal for all turns of a conversation; empty if there is none.
+
+    It is the rollout. If a history is recognised in none of its requests, each of them starts a new rollout;
+    the key is then a digest of the messages up to the first assistant turn, which these requests share.
+    """
+    placement, conversation = plan.placement, plan.placement.conversation
+    if not placement.new_rollout and conversation is not None:
+        return placement.session.id
+    first_turn = plan.reason is Reason.FIRST_TURN or not isinstance(plan, Rendered)
+    if conversation is None or first_turn or not conversation.ends:
+        return placement.session.id
+    answer = conversation.messages[conversation.ends[-1]]
+    return f"{placement.scope.tenant}/beginning/{answer.loose.hex()}"

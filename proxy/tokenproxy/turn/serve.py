@@ -1,0 +1,102 @@
+"""Serves one chat turn of any wire format; a completions request with several prompts is a turn for each.
+
+1. A retry gets the response of the request it repeats.
+2. The prompt is planned, then a replica is chosen that completes it. After a failure another replica gets it.
+3. What was sampled is recorded before the client gets the end of its response.
+"""
+
+from contextlib import AsyncExitStack
+from functools import partial
+
+from tokenproxy.base.errors import ApiError, EngineBroken
+from tokenproxy.base.http import BytesResponse, Response, is_event_stream
+from tokenproxy.base.request import ChatRequest
+from tokenproxy.fleet.weight_tags import unknown
+from tokenproxy.record.completion import Batch, Completion
+from tokenproxy.record.plan import prompt_of
+from tokenproxy.turn import wire
+from tokenproxy.turn.answer import Answer
+from tokenproxy.turn.observed import add_prompt_headers, count_plan
+from tokenproxy.turn.reader import read_completion
+from tokenproxy.turn.redactor import Redactor
+from tokenproxy.turn.required_prefix import PrefixRefused
+from tokenproxy.turn.sending import plan_turn
+from tokenproxy.turn.services import Services
+from tokenproxy.turn.stream import RecordedStream
+
+_READ_ON_THREAD_BYTES = 65_536
+"""Bytes of a completion from which it is read on a thread. Reading takes 0.3 ms for so many bytes, as long
+as handing them to a thread; the work of `WORTH_A_THREAD_BYTES` takes longer per byte."""
+
+
+async def serve_turn(request: ChatRequest, services: Services, answer: Answer | None = None) -> Response:
+    """The response to a request: a completion, its stream of events, or an engine's error.
+
+    What may be interrupted is owned by the stack: the attempt, the claims and pins of the plan, the engine's
+    response. A stream takes the stack with it.
+
+    Args:
+        answer: what writes the response; None for the engine's own format.
+
+    Raises:
+        ApiError: the turn cannot be served; see `tokenproxy.base.errors`.
+    """
+    history = services.history
+    answer = answer or Redactor(request.visible, request.engine_route)
+    async with AsyncExitStack() as stack:
+        attempt = await stack.enter_async_context(history.retries.attempt(request))
+        if attempt.earlier is not None:
+            headers = [*attempt.earlier.headers, (b"x-request-replayed", b"true")]
+            return BytesResponse(attempt.earlier.status, headers, attempt.earlier.body)
+        claims = await stack.enter_async_context(history.claims())
+        try:
+            request = await history.echoes.resolve(request)
+            turn = await plan_turn(request, services, claims)
+        except PrefixRefused as refused:
+            await attempt.fail(refused.response.status)
+            return refused.response
+        recording = history.recorder.start(turn.plan, claims, turn.add_weights)
+        response = await services.fleet.send(turn.send, turn.routing())
+        stack.push_async_callback(response.aclose)
+        plan, tag = turn.plan, turn.tag
+        tag.progress = unknown  # until the stream is read
+        recording.replica = turn.replica.name
+        count_plan(plan, history.metrics)
+        add_prompt_headers(response, plan)
+        if response.status >= 400:
+            await attempt.fail(response.status)
+            return BytesResponse(response.status, response.headers, await response.read())
+
+        batch = turn.batch()
+        if plan.placement.conversation is not None:
+            answer.turn_id = plan.placement.turn_id
+        if is_event_stream(response.headers):
+            await recording.announce()
+            return RecordedStream(
+                *(response, answer, recording, batch, attempt.hand_over(), stack.pop_all(), tag),
+                choices=request.choices,
+            )
+        body = await response.read()
+        read = partial(_read, body, prompt_of(plan), batch, answer)
+        completion, shown = read() if len(body) < _READ_ON_THREAD_BYTES else await services.in_thread(read)
+        await recording.add(completion)
+        if isinstance(shown, ApiError):
+            raise shown
+        await answer.settle()
+        if completion.broken_off:
+            await attempt.fail(EngineBroken.status)  # a retry gets the whole answer
+        else:
+            await attempt.keep(response.status, response.headers, shown)
+        return BytesResponse(response.status, response.headers, shown)
+
+
+def _read(
+    body: bytes, sent: bytes, batch: Batch | None, answer: Answer
+) -> tuple[Completion, bytes | ApiError]:
+    """What is recorded of a whole completion, and what its client gets, which may be an error."""
+    parsed = wire.parse(body, tokens=answer.reads_tokens, whole=True, one_prompt=batch is None)
+    completion = read_completion(parsed, sent, batch)
+    try:
+        return completion, answer.whole(parsed, body, completion)
+    except ApiError as error:
+        return completion, error

@@ -1,0 +1,240 @@
+"""A stream of chunks that is recorded on its way to the client."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import AsyncExitStack
+from time import monotonic
+
+from tokenproxy.base.errors import ApiError, EngineBroken
+from tokenproxy.base.http import Response
+from tokenproxy.engine.sse import event_data, split_events
+from tokenproxy.fleet.weight_tags import WeightTag
+from tokenproxy.record.completion import Batch
+from tokenproxy.record.plan import prompt_of
+from tokenproxy.record.recorder import Recording
+from tokenproxy.record.retries import KEPT_BYTES, Attempt
+from tokenproxy.turn import wire
+from tokenproxy.turn.answer import DONE, Answer
+from tokenproxy.turn.reader import StreamReader
+from tokenproxy.turn.usual_chunk import Piece, UsualChunk
+
+_QUIET_S = 0.05
+"""A stream to which nothing was added for so long has no event on its way from an engine that is paused."""
+_USAGE_S = 0.05
+"""vLLM sends the usage directly after the event that ends the last turn."""
+
+
+class RecordedStream:
+    """Passes a stream on, and reads its turns from it. What arrived together is sent together.
+
+    A turn is recorded before the client gets the event that ends it, so that a request that follows this
+    event finds the turn, in another process too. The event that ends the last turn waits for the usage, which
+    tells how many ids of the prompt were cached.
+    """
+
+    def __init__(
+        self,
+        response: Response,
+        answer: Answer,
+        recording: Recording,
+        batch: Batch | None,
+        attempt: Attempt,
+        cleanup: AsyncExitStack,
+        tag: WeightTag,
+        *,
+        choices: int = 1,
+        usage_s: float = _USAGE_S,
+    ) -> None:
+        """A stream that is about to be sent.
+
+        Args:
+            response: its chunks end where events end, as those of `Fleet.send` do.
+            batch: the prompts of a completions request; None for the other routes.
+            cleanup: closed with the stream. It closes the response.
+            tag: learns where in the stream the weights changed.
+            choices: how many each prompt has.
+            usage_s: how long the event that ends the last turn waits for the usage.
+        """
+        self.status = response.status
+        self.headers = [pair for pair in response.headers if pair[0] != b"content-length"]
+        self._blocks = _Blocks(response.chunks())
+        plan = recording.plan
+        self._reader = StreamReader(choices * len(plan.prompts), prompt_of(plan), batch)
+        self._answer = answer
+        self._recording = recording
+        self._attempt = attempt
+        self._cleanup = cleanup
+        self._usage_s = usage_s
+        self._sent: list[bytes] | None = [] if attempt.wants_body else None
+        """The bytes kept for a retry; None if they are too long, or if no retry is possible."""
+        self._sent_bytes = 0
+        self._done = self._broken_off = False
+        self._ready: list[bytes] = []
+        """Events that the client was not sent yet."""
+        self._held_until: float | None = None
+        """Set while they begin with the event that ends the last turn: when they are sent at the latest."""
+        self._waiting_since: float | None = None
+        """Since when nothing has arrived; None while something that arrived is handled."""
+        tag.progress = self._progress
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The events, as the client gets them.
+
+        Raises:
+            EngineBroken: the connection breaks, an event is not a chunk, or the stream ends before the turn.
+            Unavailable: the response is not stored, and its client could not go on without that.
+        """
+        try:
+            async for block in self._blocks:
+                self._waiting_since = None
+                for step in self._steps(block):
+                    if not isinstance(step, bytes):
+                        await step
+                    elif step:
+                        yield step
+                self._waiting_since = monotonic()
+                held_until = self._held_until
+                if held_until is not None and not await self._blocks.arrives(held_until - monotonic()):
+                    yield await self._release()
+            if held := await self._release():
+                yield held
+            if not (self._done or self._reader.complete or self._reader.failed):
+                raise EngineBroken("the engine ended its stream before the turn ended")
+        except ApiError as error:
+            if last := await self._release() + self._answer.broken(error):
+                yield last
+            raise
+        finally:
+            # the client left, or the engine's stream ended early: record what arrived so far
+            await self._recording.add(self._reader.rest())
+
+    async def read(self) -> bytes:
+        """All events."""
+        return b"".join([chunk async for chunk in self.chunks()])
+
+    async def aclose(self) -> None:
+        """Record the ids sampled so far if the client left early, and close the engine's response."""
+        async with self._cleanup:
+            self._recording.add_later(self._reader.rest())
+            self._attempt.abandon()
+            await self._blocks.aclose()
+
+    def _progress(self) -> dict[int, int] | None:
+        """Number of sampled ids by choice; None if more may have arrived, or may be about to arrive."""
+        since = self._waiting_since
+        return self._reader.progress() if since is not None and monotonic() - since >= _QUIET_S else None
+
+    def _steps(self, block: bytes) -> Iterator[bytes | Awaitable[None]]:
+        """Handle a block of whole events: yield bytes for the client, and what to await before the next ones.
+
+        Raises:
+            EngineBroken: an event is not a chunk. The events before it were yielded.
+        """
+        ready = self._ready
+        try:
+            for event in split_events(block):
+                usual = None if self._answer.reads_tokens else UsualChunk.match(event)
+                piece = None if usual is None else usual.piece()
+                read: Piece | wire.Parsed
+                if piece is not None and self._reader.add(piece):
+                    read = piece
+                else:
+                    data = event_data(event)
+                    if data is None:
+                        ready.append(event)  # a comment, which keeps the connection alive
+                        continue
+                    if data == DONE:
+                        yield self._sendable()
+                        yield self._end()
+                        continue
+                    read = wire.parse(
+                        data, tokens=self._answer.reads_tokens, one_prompt=self._reader.batch is None
+                    )
+                    self._reader.read(read.completion)
+                    if self._reader.has_ended:
+                        yield self._sendable()
+                        if self._reader.awaits_usage:
+                            self._held_until = self._held_until or monotonic() + self._usage_s
+                        else:
+                            yield self._record_ended()
+                if shown := self._answer.event(event, usual, read):
+                    ready.append(self._keep(shown))
+        except EngineBroken:
+            yield self._sendable()
+            raise
+        yield self._sendable()
+
+    def _sendable(self) -> bytes:
+        """The events that may be sent now, which are then no longer in `_ready`."""
+        if self._held_until is not None:
+            return b""
+        sendable = b"".join(self._ready)
+        self._ready.clear()
+        return sendable
+
+    async def _release(self) -> bytes:
+        """Record a turn that waits for its usage without it. Returns the events that waited too."""
+        await self._record_ended()
+        return self._sendable()
+
+    async def _record_ended(self) -> None:
+        ended = self._reader.ended()
+        self._broken_off |= ended.broken_off
+        await self._recording.add(ended)
+        self._held_until = None
+
+    async def _end(self) -> None:
+        self._done = True
+        complete = self._reader.complete
+        await self._record_ended()
+        await self._recording.add(self._reader.rest())
+        end = self._keep(self._answer.end())
+        await self._answer.settle()
+        self._ready.append(end)
+        if complete and not self._broken_off and self._sent is not None:
+            await self._attempt.keep(self.status, self.headers, b"".join(self._sent))
+
+    def _keep(self, event: bytes) -> bytes:
+        if self._sent is not None:
+            self._sent_bytes += len(event)
+            self._sent.append(event)
+            if self._sent_bytes > KEPT_BYTES:
+                self._sent = None
+        return event
+
+
+class _Blocks:
+    """The blocks of an engine's stream. It tells whether the next one arrives in time."""
+
+    def __init__(self, blocks: AsyncIterator[bytes]) -> None:
+        self._blocks = blocks
+        self._next: asyncio.Task[bytes] | None = None
+        """Reads the block that `arrives` waited for."""
+
+    def __aiter__(self) -> "_Blocks":
+        return self
+
+    def __anext__(self) -> Awaitable[bytes]:
+        """The next block. Raises what the stream raises."""
+        # no coroutine of its own: this runs once for each block of a stream
+        if self._next is None:
+            return anext(self._blocks)
+        task, self._next = self._next, None
+        return task
+
+    async def arrives(self, seconds: float) -> bool:
+        """Whether the next block, the end or a failure of the stream arrives within `seconds`.
+
+        It is still to be read afterwards.
+        """
+        if self._next is None:
+            self._next = asyncio.ensure_future(anext(self._blocks))
+        await asyncio.wait((self._next,), timeout=seconds)
+        return self._next.done()
+
+    async def aclose(self) -> None:
+        """Stop waiting for the next block."""
+        if self._next is not None:
+            self._next.cancel()
+            await asyncio.gather(self._next, return_exceptions=True)
+            self._next = None

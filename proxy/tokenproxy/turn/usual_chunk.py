@@ -1,0 +1,124 @@
+r"""Reads and redacts, without parsing it, the chunk that vLLM sends for nearly every sampled id.
+
+vLLM writes such a chunk without white space, and its fields in a fixed order:
+
+    {"id":"c","object":"chat.completion.chunk","created":1,"model":"m","choices":[{"index":0,
+     "delta":{"content":"Hi"},"logprobs":{"content":[{"token":"Hi","logprob":-0.1,"bytes":[72,105],
+     "top_logprobs":[]}]},"finish_reason":null,"token_ids":[74]}],"usage":{"prompt_tokens":9, ...}}
+
+A pattern describes the whole chunk from its first byte to its last, so that nothing in a string can be taken
+for a field. It matches only valid JSON. Every other chunk is parsed: see `reader`, `redactor`.
+"""
+
+import re
+from typing import NamedTuple
+
+import msgspec
+
+from tokenproxy.base.fields import NULL
+from tokenproxy.base.request import Visible
+from tokenproxy.turn.wire import ALTERNATIVES
+
+# Possessive quantifiers (`*+`): a chunk that does not match is refused without backtracking.
+_TEXT = rb'"[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u00[0-9a-f]{2})[^"\\\x00-\x1f]*+)*+"'
+_NATURAL = rb"(?:0|[1-9][0-9]*+)"
+_NUMBER = rb"-?" + _NATURAL + rb"(?:\.[0-9]++)?+(?:[eE][+-]?[0-9]++)?+"
+
+
+def _list(item: bytes) -> bytes:
+    """A pattern for items with commas between them."""
+    return rb"%b(?:,%b)*+" % (item, item)
+
+
+def _token(number: bytes) -> bytes:
+    return rb'"token":%b,"logprob":%b,"bytes":(?:null|%b)' % (_TEXT, number, _NATURALS)
+
+
+def _logprob(number: bytes) -> bytes:
+    return rb'\{%b,"top_logprobs":\[(?:%b)?+\]\}' % (_token(number), _list(rb"\{%b\}" % _token(_NUMBER)))
+
+
+_NATURALS = rb"\[(?:%b)?+\]" % _list(_NATURAL)
+_LOGPROBS = rb"%b((?:,%b)*+)" % (_logprob(rb"(%b)" % _NUMBER), _logprob(_NUMBER))
+_COUNT = rb'"\w++":(?:null|%b)' % _NATURAL
+_COUNTS = rb'"\w++":(?:null|%b|\{%b\})' % (_NATURAL, _list(_COUNT))
+_ARGUMENTS = rb'"tool_calls":\[\{"index":%b,"function":\{"arguments":%b\}\}\]' % (_NATURAL, _TEXT)
+
+_match = re.compile(
+    rb'(data: \{"id":%b,"object":"chat\.completion\.chunk","created":%b,' % (_TEXT, _NATURAL)
+    + rb'"model":%b,"choices":\[\{"index":(%b),"delta":\{(?:"(content|reasoning(?:_content)?+)":(%b)|'
+    % (_TEXT, _NATURAL, _TEXT)
+    + rb'%b)\},"logprobs":)' % _ARGUMENTS
+    + rb'(null|\{"content":\[(?:%b)?+\]\})' % _LOGPROBS
+    + rb'(,"finish_reason":null(?:,"stop_reason":null)?+,"token_ids":)(%b)(\}\])' % _NATURALS
+    + rb'(,"usage":(\{%b\}))\}\n\n' % _list(_COUNTS)
+).fullmatch
+_decode_text = msgspec.json.Decoder(str).decode
+_MAX_IDS_BYTES = len("[123456789]")
+"""An id of more digits may not fit into 32 bits."""
+_MAX_INDEX_DIGITS = 4
+
+
+class Piece(NamedTuple):
+    """One sampled id of a choice."""
+
+    choice: int
+    """Its index."""
+    field: str
+    """Of the message, which the text is part of: `content`, `reasoning` or `reasoning_content`."""
+    text: str
+    token_id: int
+    logprob: float
+    usage: bytes
+    """The tokens so far, a JSON object."""
+
+
+class UsualChunk:
+    """A chunk that matches the pattern."""
+
+    __slots__ = ("_groups",)
+
+    def __init__(self, groups: tuple[bytes, ...]) -> None:
+        """A match of the pattern, as its groups."""
+        self._groups = groups
+
+    @classmethod
+    def match(cls, event: bytes) -> "UsualChunk | None":
+        """The chunk of an event; None if it has another shape."""
+        found = _match(event)
+        return None if found is None else cls(found.groups())
+
+    def piece(self) -> Piece | None:
+        """What was sampled; None if it is not one id with text and a log-probability, and nothing else."""
+        _, index, field, text, logprobs, number, more, _, ids, _, _, usage = self._groups
+        if (
+            field is None
+            or number is None
+            or more
+            or len(ids) > _MAX_IDS_BYTES
+            or len(index) > _MAX_INDEX_DIGITS
+            or ALTERNATIVES in logprobs
+        ):
+            return None
+        try:
+            name, decoded = field.decode(), _decode_text(text)
+            return Piece(int(index), name, decoded, int(ids[1:-1]), float(number), usage)
+        except (ValueError, msgspec.MsgspecError):  # no id, several ids, a text that is not UTF-8
+            return None
+
+    def redacted(self, visible: Visible) -> bytes | None:
+        """An event of the fields that the client requested; None if its reasoning is to be hidden."""
+        head, _, field, _, logprobs, _, _, middle, ids, end, usage, _ = self._groups
+        if field != b"content" and not visible.reasoning:
+            return None
+        return b"".join(
+            (
+                head,
+                logprobs if visible.logprobs else NULL,
+                middle,
+                ids if visible.ids else NULL,
+                end,
+                usage if visible.running_usage else b"",
+                b"}\n\n",
+            )
+        )

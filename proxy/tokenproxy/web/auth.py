@@ -1,0 +1,153 @@
+"""Authentication with the proxy's own API keys, or without keys: plain ASGI middlewares.
+
+They identify the client, and put its tenant and scopes into the ASGI scope. `endpoint.py`, which
+determines the route, checks the scopes.
+"""
+
+import ipaddress
+import re
+import secrets
+from collections.abc import Collection, Sequence
+
+from tokenproxy.base.errors import Unauthorized
+from tokenproxy.base.types import ASGIApp, Headers, Receive, Scope, Send
+from tokenproxy.web.credentials import SCOPE_KEY, tenant_of_key
+from tokenproxy.web.key_file import ApiKey, KeyFile
+from tokenproxy.web.paths import path_of
+from tokenproxy.web.scopes import EVERY_SCOPE, SCOPES_KEY, WITHOUT_ADMIN, KeyScope
+from tokenproxy.web.sending import send_error
+
+_METRICS = "/metrics"
+OPEN_PATHS = frozenset({"/health", "/ready", _METRICS})
+"""Paths for health checks and scrapers, which have no key."""
+_PAGE_PATH = re.compile(r"/viewer/?|/viewer/static/[^/]*")
+"""The page, which holds no recorded data and asks for a key: a browser sends none with its first request."""
+_USUAL_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+_FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-real-ip"})
+"""Headers that another proxy adds to a request."""
+
+
+class ApiKeys:
+    """Accepts requests with one of the keys, and puts their tenant and scopes into the ASGI scope.
+
+    The keys are the proxy's, not the engine's: headers with one are removed before the engine gets the
+    request.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Sequence[str],
+        admin_keys: Sequence[str] = (),
+        file: KeyFile | None = None,
+        metrics_need_key: bool = False,
+    ) -> None:
+        """`metrics_need_key`: whether `/metrics` needs a key with the scope `read`."""
+        self._app = app
+        self._file = file
+        self._plain: list[ApiKey] = []
+        for scopes, group in ((EVERY_SCOPE, admin_keys), (WITHOUT_ADMIN, keys)):
+            self._plain += [ApiKey(tenant_of_key(key.encode()), scopes) for key in group]
+        self._open = OPEN_PATHS - {_METRICS} if metrics_need_key else OPEN_PATHS
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        key, headers = self._verify(scope["headers"])
+        path = path_of(scope)
+        is_open = scope["method"] in ("GET", "HEAD") and (
+            path in self._open or _PAGE_PATH.fullmatch(path) is not None
+        )
+        granted = {KeyScope.READ} if is_open and path == _METRICS else set()
+        if key is not None:
+            verified = {SCOPE_KEY: key.tenant, SCOPES_KEY: key.scopes | granted}
+            await self._app({**scope, "headers": headers, **verified}, receive, send)
+        elif is_open:
+            await self._app({**scope, SCOPES_KEY: granted}, receive, send)
+        else:
+            error = Unauthorized(
+                "send an API key of this proxy as `Authorization: Bearer KEY` or `X-API-Key: KEY`",
+                code="invalid_api_key",
+            )
+            await send_error(send, error, path)
+
+    def _verify(self, headers: Headers) -> tuple[ApiKey | None, Headers]:
+        """The tenant and scopes of the first header with one of the keys, and the headers without any key."""
+        found: ApiKey | None = None
+        kept: Headers = []
+        for pair in headers:
+            key = self._key(*pair)
+            if key is None:
+                kept.append(pair)
+            elif found is None:
+                found = key
+        return found, kept
+
+    def _key(self, name: bytes, value: bytes) -> ApiKey | None:
+        if name == b"authorization":
+            scheme, _, key = value.strip().partition(b" ")
+            if scheme.lower() != b"bearer":
+                return None
+        elif name == b"x-api-key":
+            key = value
+        else:
+            return None
+        return self._find(key.strip())
+
+    def _find(self, key: bytes) -> ApiKey | None:
+        sent, found = tenant_of_key(key), None
+        # All digests have one length, and all are compared, so the time reveals nothing about the keys
+        for plain in self._plain:
+            if secrets.compare_digest(sent, plain.tenant) and found is None:
+                found = plain
+        return self._file.find(key) if found is None and self._file is not None else found
+
+
+class NoKeys:
+    """Without keys, every client may use and read, and only clients on this machine may administrate.
+
+    A client is on this machine if the proxy listens on a loopback address only, no other proxy forwarded the
+    request, and no web page sent it: a page in a browser on this machine can reach loopback addresses too.
+    """
+
+    def __init__(self, app: ASGIApp, loopback: bool, cors_origins: Collection[str] = ()) -> None:
+        """`loopback`: whether the proxy listens on a loopback address only."""
+        self._app = app
+        self._loopback = loopback
+        self._origins = frozenset(origin.encode() for origin in cors_origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Put the scopes of one request into its ASGI scope."""
+        if scope["type"] == "http":
+            local = self._loopback and self._is_local(scope["headers"])
+            scope = {**scope, SCOPES_KEY: EVERY_SCOPE if local else WITHOUT_ADMIN}
+        await self._app(scope, receive, send)
+
+    def _is_local(self, headers: Headers) -> bool:
+        for name, value in headers:
+            if name in _FORWARDED or (name == b"origin" and value not in self._origins):
+                return False
+            # A browser sends no Origin for a page whose own host name resolves to 127.0.0.1
+            if name == b"host" and not is_loopback(host_name(value)):
+                return False
+        return True
+
+
+def host_name(value: bytes) -> str:
+    """The host in a Host header, without its port: `::1` of `[::1]:8100`."""
+    text = value.decode("latin-1").strip().lower()
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.partition(":")[0]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is a loopback address."""
+    if host in _USUAL_LOOPBACK:
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

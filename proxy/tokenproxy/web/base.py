@@ -1,0 +1,87 @@
+"""A route: a path, and a function from a request to a response."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+from tokenproxy.base.http import Request, Response
+from tokenproxy.turn.services import Services
+from tokenproxy.web.scopes import KeyScope
+
+T = TypeVar("T")
+
+_LARGE = 2**20
+"""Number of bytes that take a millisecond to parse."""
+
+
+class Route(ABC):
+    """One route. `routes.py` lists all of them."""
+
+    path: ClassVar[str]
+    """The route's path, a template in Starlette's syntax; see `paths.py` for others that lead to it."""
+    methods: ClassVar[tuple[str, ...]] = ("POST",)
+    inside_vllm: ClassVar[bool] = True
+    """Whether it is mounted inside vLLM too; False if vLLM has its own route for it."""
+    replaces_engine_route: ClassVar[bool] = False
+    """Whether it is mounted inside vLLM only if vLLM serves its path, and observes vLLM's own route then."""
+    needs_tenant: ClassVar[bool] = True
+    """Whether the client's credential is verified first and `Request.tenant` is set."""
+    key_scope: ClassVar[KeyScope | None] = KeyScope.INFERENCE
+    """The scope that an API key of the proxy needs for it; None where no key is needed."""
+    store_seconds: ClassVar[float | None] = None
+    """How long one request waits for the store, all its calls together; None for `store_timeout_s`."""
+    catches_all: ClassVar[bool] = False
+    observed: ClassVar[bool] = True
+    """Whether its requests are timed, counted as in flight and logged; False for health checks and
+    scrapes."""
+    is_public: ClassVar[bool] = True
+    """Whether the OpenAPI page shows it; False for what only the viewer's page reads."""
+    summary: ClassVar[str] = ""
+    openapi: ClassVar[dict[str, Any]] = {}
+    """The route's description on the OpenAPI page."""
+
+    @abstractmethod
+    async def answer(self, incoming: Request, gateway: Services, /) -> Response:
+        """Respond to a request.
+
+        Raises:
+            ApiError: becomes the error object that the client gets.
+            StoreError: becomes a 503.
+        """
+
+    def needed_scope(self, method: str, path: str) -> KeyScope | None:
+        """The scope that an API key needs for a request; `path` is its canonical path, decoded."""
+        return self.key_scope
+
+    @property
+    def description(self) -> str:
+        """The route's entry on the OpenAPI page."""
+        return type(self).answer.__doc__ or ""
+
+    @property
+    def label(self) -> str:
+        """The route's name in metrics: its path, which is a template."""
+        return "other" if self.catches_all else self.path
+
+
+class StoreRoute(Route):
+    """Base of the routes that need the store only, not an engine (except to verify credentials)."""
+
+    # a longer limit, because a session may be large, and these routes cannot respond without the store
+    store_seconds = 10.0
+
+    def needed_scope(self, method: str, path: str) -> KeyScope | None:
+        """See `Route.needed_scope`: who may sample may also make, reward and delete the sessions of it."""
+        return KeyScope.READ if method in ("GET", "HEAD") else KeyScope.INFERENCE
+
+
+async def parsed(request: Request, services: Services, parse: Callable[[], T]) -> T:
+    """Parse a request with `parse`, on a thread if its body is large: that would block the event loop.
+
+    Raises:
+        Overloaded: the threads have too much to do already.
+        ApiError: as `parse`.
+    """
+    if len(request.body) < _LARGE:
+        return parse()
+    return await services.encoders.run(parse, len(request.body))

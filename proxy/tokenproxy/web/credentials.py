@@ -1,0 +1,183 @@
+"""Identifies the tenant of a request. A tenant is a digest of a verified credential.
+
+A tenant cannot continue, list, read, reward or delete what another tenant recorded. If neither proxy nor
+engine requires credentials, all clients are one tenant, the empty string.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from hashlib import blake2b
+
+from tokenproxy.base.errors import EngineBroken, EngineTimeout, EngineUnavailable, Unauthorized
+from tokenproxy.base.http import Request, Response
+from tokenproxy.base.types import Headers, Scope
+
+SCOPE_KEY = "tokenproxy.tenant"
+"""Key of the ASGI scope with the tenant of a request, set after one of the proxy's own keys was verified."""
+SINGLE_TENANT = ""
+
+OPEN_S = 60.0
+"""How long the result counts whether the engine requires credentials at all."""
+ACCEPTED_S = 300.0
+REFUSED_S = 10.0
+REMEMBERED = 4096
+"""Number of credentials with a cached verdict; the least recently used are dropped first."""
+TIMEOUT_S = 60.0
+
+_MODELS_PATH = "/v1/models"
+_CREDENTIAL_HEADERS = (b"authorization", b"x-api-key")
+
+TenantOf = Callable[[Scope], Awaitable[str]]
+"""Returns the tenant of a request. Raises Unauthorized, or ApiError if it cannot be verified."""
+
+
+def tenant_of_key(key: bytes) -> str:
+    """The tenant of a key: 32 hex digits."""
+    return blake2b(key, digest_size=16).hexdigest()
+
+
+async def single_tenant(scope: Scope) -> str:
+    """The one tenant where no credentials are required."""
+    return SINGLE_TENANT
+
+
+async def tenant_in_scope(scope: Scope) -> str:
+    """The tenant that the middleware `ApiKeys` put into the scope."""
+    tenant: str | None = scope.get(SCOPE_KEY)
+    if tenant is None:
+        raise Unauthorized(
+            "send an API key of this proxy as `Authorization: Bearer KEY`", code="invalid_api_key"
+        )
+    return tenant
+
+
+class EngineCredentials:
+    """Verifies credentials by sending `GET /v1/models` to the engine; caches the verdicts.
+
+    The first request has no credential. If the engine accepts it, all clients are one tenant. If the engine
+    refuses it, a request with each client's own credential follows.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[Request], Awaitable[Response]],
+        clock: Callable[[], float] = time.monotonic,
+        lend: Callable[[tuple[bytes, bytes]], Awaitable[None]] | None = None,
+    ) -> None:
+        """Start with an empty cache of verdicts.
+
+        Args:
+            send: sends a request to the engine, through all of the engine's own checks.
+            lend: called with each accepted credential, because discovery of the engine may need one.
+        """
+        self._send = send
+        self._lend = lend
+        self._clock = clock
+        self._verdicts: OrderedDict[bytes, tuple[bool, float]] = OrderedDict()
+        """Whether the engine accepts a credential, and until when that counts; b"" stands for none."""
+        self._asking: dict[bytes, asyncio.Task[bool]] = {}
+        """Running verifications, so that concurrent requests with one credential share one."""
+
+    async def tenant_of(self, scope: Scope) -> str:
+        """The tenant of a request.
+
+        Raises:
+            Unauthorized: the engine requires a credential, and there is none or the engine refuses it.
+            EngineUnavailable, EngineTimeout, EngineBroken: the engine gives no verdict.
+        """
+        if await self._accepts(None):
+            return SINGLE_TENANT
+        credential = _credential(scope["headers"])
+        if credential is None:
+            raise Unauthorized(
+                "the engine requires an API key: send it as `Authorization: Bearer KEY`",
+                code="invalid_api_key",
+            )
+        if not await self._accepts(credential):
+            raise Unauthorized(
+                "the engine refuses this API key: send one that it accepts", code="invalid_api_key"
+            )
+        if self._lend is not None:
+            await self._lend(credential)
+        return tenant_of_key(_key(credential[1]))
+
+    async def aclose(self) -> None:
+        """Cancel the running verifications."""
+        tasks = list(self._asking.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _accepts(self, credential: tuple[bytes, bytes] | None) -> bool:
+        digest = b"" if credential is None else blake2b(b":".join(credential), digest_size=16).digest()
+        accepted, until = self._verdicts.get(digest, (False, 0.0))
+        if self._clock() < until:
+            self._verdicts.move_to_end(digest)
+            return accepted
+        task = self._asking.get(digest)
+        if task is None:
+            task = asyncio.create_task(self._ask(digest, credential))
+            self._asking[digest] = task
+            task.add_done_callback(lambda done: self._verification_ended(digest, done))
+        # a client that leaves must not cancel the verification for others that wait for it
+        return await asyncio.shield(task)
+
+    async def _ask(self, digest: bytes, credential: tuple[bytes, bytes] | None) -> bool:
+        status = await self._status(credential)
+        if 200 <= status < 300:
+            accepted = True
+        elif status in (401, 403):
+            accepted = False
+        else:
+            problem = f"the engine answers {status} to GET {_MODELS_PATH}: no credential can be verified"
+            raise EngineUnavailable(problem) if status in (429, 503) else EngineBroken(problem)
+        seconds = OPEN_S if credential is None else ACCEPTED_S if accepted else REFUSED_S
+        self._verdicts[digest] = accepted, self._clock() + seconds
+        self._verdicts.move_to_end(digest)
+        if len(self._verdicts) > REMEMBERED:
+            self._verdicts.popitem(last=False)
+        return accepted
+
+    async def _status(self, credential: tuple[bytes, bytes] | None) -> int:
+        question = Request("GET", _MODELS_PATH, [credential] if credential else [], repeatable=True)
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                response = await self._send(question)
+                try:
+                    await response.read()
+                finally:
+                    await response.aclose()
+        except TimeoutError as error:
+            raise EngineTimeout(
+                f"the engine did not answer GET {_MODELS_PATH} within {TIMEOUT_S:.0f} s: no credential can "
+                "be verified"
+            ) from error
+        return response.status
+
+    def _verification_ended(self, digest: bytes, task: "asyncio.Task[bool]") -> None:
+        del self._asking[digest]
+        if not task.cancelled():
+            task.exception()  # read, so that asyncio does not warn if all waiting clients have left
+
+
+def unverified_tenant(headers: Headers) -> str:
+    """The tenant of the credential in a request before anything verified it: for fair queueing alone."""
+    credential = _credential(headers)
+    return tenant_of_key(_key(credential[1])) if credential is not None else SINGLE_TENANT
+
+
+def _credential(headers: Headers) -> tuple[bytes, bytes] | None:
+    for header in _CREDENTIAL_HEADERS:
+        for name, value in headers:
+            if name == header and value.strip():
+                return name, value
+    return None
+
+
+def _key(value: bytes) -> bytes:
+    """The key in a header of any scheme: `secret` of `Bearer secret`."""
+    scheme, _, key = value.strip().partition(b" ")
+    return key.strip() or scheme

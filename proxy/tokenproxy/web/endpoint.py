@@ -1,0 +1,230 @@
+"""Connects ASGI to a route: bodies, credentials, broken streams, clients that leave.
+
+A request is served by one task. A second task listens for the client's disconnect and cancels the first,
+which closes the engine's response, so that vLLM aborts.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from urllib.parse import unquote
+
+from tokenproxy.base.errors import ApiError, BodyTimeout, BodyTooLarge, EngineUnavailable, Forbidden
+from tokenproxy.base.http import Request, is_event_stream
+from tokenproxy.base.types import Receive, Scope, Send
+from tokenproxy.monitoring.exchange import Exchange
+from tokenproxy.monitoring.middleware import EXCHANGE_KEY
+from tokenproxy.record.store import StoreError
+from tokenproxy.record.store_time import store_time
+from tokenproxy.turn.services import Services
+from tokenproxy.web.base import Route
+from tokenproxy.web.credentials import SCOPE_KEY, SINGLE_TENANT, TenantOf
+from tokenproxy.web.paths import check_path, raw_path
+from tokenproxy.web.scopes import SCOPES_KEY, KeyScope
+from tokenproxy.web.sending import send_body, send_error, send_events
+
+BODY_TIMEOUT_S = 30.0
+"""How long a request's body may take that arrives slower than `BODY_BYTES_PER_S`."""
+BODY_BYTES_PER_S = 65_536
+"""A body that arrives at least as fast as this never times out."""
+
+WATCH_AFTER_S = 0.1
+"""Seconds after which a request is cancelled if its client disconnects, or disconnected before."""
+
+
+class ClientGone(Exception):
+    """The client left before its request was complete."""
+
+
+class Endpoint:
+    """A route as an ASGI application."""
+
+    def __init__(
+        self,
+        route: Route,
+        services: Callable[[Scope], Services],
+        tenant_of: TenantOf,
+        *,
+        inside_vllm: bool = False,
+    ) -> None:
+        """`inside_vllm`: whether nothing before it checked the path, and determined the client's scopes."""
+        self.route = route
+        self._services = services
+        self._tenant_of = tenant_of
+        self._inside_vllm = inside_vllm
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        exchange: Exchange = scope[EXCHANGE_KEY]
+        exchange.route, exchange.observed = self.route.label, self.route.observed
+        with exchange.metrics.in_progress() if exchange.observed else nullcontext():
+            try:
+                services = self._services(scope)
+                with services.running.cuttable():
+                    request = await self._read(scope, receive, services.body_limit_bytes)
+            except ClientGone:
+                exchange.leave()
+            except ApiError as error:
+                await send_error(send, error, scope["path"])
+            else:
+                store_s = self.route.store_seconds or services.store_timeout_s
+                with _ClientWatch(receive, exchange), store_time(store_s):
+                    await self._serve(request, services, send)
+
+    async def _read(self, scope: Scope, receive: Receive, limit: int) -> Request:
+        """The request, once its client may send it. Raises ApiError or ClientGone."""
+        path = raw_path(scope) if "{" in self.route.path else self.route.path
+        if self._inside_vllm:
+            check_path(scope)
+        else:
+            _check_scope(scope, self.route.needed_scope(scope["method"], unquote(path)))
+        # Before the body is read: a client without a valid credential must not fill the memory
+        needs_tenant = self.route.needs_tenant
+        tenant = await self._tenant_of(scope) if needs_tenant else scope.get(SCOPE_KEY, SINGLE_TENANT)
+        query: bytes = scope.get("query_string", b"")
+        return Request(
+            scope["method"],
+            f"{path}?{query.decode('latin-1')}" if query else path,
+            list(scope["headers"]),
+            await read_body(scope, receive, limit, BODY_TIMEOUT_S),
+            tenant=tenant,
+            may_read=self._inside_vllm or KeyScope.READ in scope.get(SCOPES_KEY, ()),
+            parameters=scope.get("path_params", {}),
+        )
+
+    async def _serve(self, request: Request, services: Services, send: Send) -> None:
+        running = services.running
+        try:
+            with running.cuttable():
+                response = await self.route.answer(request, services)
+        except ApiError as error:
+            await send_error(send, error, request.path)
+            return
+        except StoreError as error:
+            problem = f"the store does not respond, try again later: {error}"
+            await send_error(send, EngineUnavailable(problem), request.path)
+            return
+        try:
+            if is_event_stream(response.headers):
+                await send_events(response, request.path, send, running)
+            else:
+                await send_body(response, request.path, send, running)
+        finally:
+            await response.aclose()
+
+
+def _check_scope(scope: Scope, needed: KeyScope | None) -> None:
+    """Refuse a request whose client lacks a scope. Raises Forbidden."""
+    held: frozenset[KeyScope] = scope.get(SCOPES_KEY, frozenset())
+    if needed is None or needed in held:
+        return
+    request = f"{scope['method']} {scope['path']}"
+    if SCOPE_KEY in scope:
+        raise Forbidden(
+            f"{request} needs an API key with the scope `{needed}`; this one has {', '.join(sorted(held))}. "
+            "Keys with it are in `admin_key`, or in `api_key_file` with that scope",
+            code="insufficient_scope",
+        )
+    raise Forbidden(
+        f"{request} needs an API key with the scope `{needed}`, and this proxy has no keys: set `admin_key` "
+        "or `api_key_file`. Without keys such routes answer only to programs of the same machine, while "
+        "`host` is a loopback address",
+        code="admin_needs_key",
+    )
+
+
+async def read_body(
+    scope: Scope,
+    receive: Receive,
+    limit: int,
+    timeout_s: float = BODY_TIMEOUT_S,
+    clock: Callable[[], float] = time.monotonic,
+) -> bytes:
+    """The request's body.
+
+    Args:
+        limit: in bytes.
+        timeout_s: how long a body may take that comes slower than `BODY_BYTES_PER_S`.
+        clock: returns seconds.
+
+    Raises:
+        BodyTooLarge: its announced or its actual size is over the limit.
+        BodyTimeout: it was too slow.
+        ClientGone: the client left before it was complete.
+    """
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and int(value) > limit:
+            raise _too_large(limit)
+    parts: list[bytes] = []
+    size = 0
+    start = clock()
+    while True:
+        try:
+            async with asyncio.timeout(_time_left(clock() - start, size, timeout_s)):
+                message = await receive()
+        except TimeoutError as error:
+            problem = f"the request body did not arrive within {timeout_s:g} s"
+            raise BodyTimeout(problem, param="body") from error
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _time_left(passed_s: float, size: int, timeout_s: float) -> float:
+    """Seconds to wait for the next bytes of a body."""
+    return max(0.0, timeout_s + size / BODY_BYTES_PER_S - passed_s)
+
+
+def _too_large(limit: int) -> BodyTooLarge:
+    return BodyTooLarge(
+        f"the request body is over the limit of {limit} bytes (`body_limit_bytes`)", param="body"
+    )
+
+
+class _ClientWatch:
+    """Cancels the task inside its `with` when the client disconnects before the response is complete.
+
+    A request that is served within `WATCH_AFTER_S` costs no task.
+    """
+
+    def __init__(self, receive: Receive, exchange: Exchange) -> None:
+        self._receive = receive
+        self._exchange = exchange
+        self._gone = False
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task: asyncio.Task[Any] = task
+        self._watcher: asyncio.Task[None] | None = None
+        self._start = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._start_watching)
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> bool:
+        self._start.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self._gone and kind is asyncio.CancelledError:
+            self._task.uncancel()
+            return True
+        return False
+
+    def _start_watching(self) -> None:
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        # servers report the end of a complete response as a disconnect too; the clean-up after it must finish
+        if self._exchange.complete:
+            return
+        self._gone = True
+        self._exchange.leave()
+        self._task.cancel()

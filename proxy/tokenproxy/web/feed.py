@@ -1,0 +1,283 @@
+"""`/v1/samples`: the samples of finished rollouts, for trainers that read them as they come.
+
+`after` only chooses where to read. What a consumer has processed it acknowledges with a request of its own,
+so that one that reads ahead and is killed gets the rest again.
+
+Samples are made in threads of asyncio's own, not in those of the encoders, for which turns would wait.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from tokenproxy.base.errors import BadRequest, NotFound
+from tokenproxy.base.fields import parse, read
+from tokenproxy.base.http import Request, Response, json_response, query_pairs, query_value, query_values
+from tokenproxy.monitoring.exchange import waiting
+from tokenproxy.record import consumers
+from tokenproxy.record.consumers import Acknowledged, Consumer
+from tokenproxy.record.store import Store
+from tokenproxy.samples.feed import (
+    FeedFilter,
+    FeedStep,
+    ReadRollout,
+    cursor_position,
+    metadata_condition,
+    read_step,
+)
+from tokenproxy.samples.layouts import Layout
+from tokenproxy.samples.samples import Shared
+from tokenproxy.turn.services import Services
+from tokenproxy.web.base import StoreRoute
+from tokenproxy.web.parameters import (
+    check_parameters,
+    number,
+    requested_classes,
+    requested_layout,
+    requested_shared,
+)
+from tokenproxy.web.scopes import KeyScope
+from tokenproxy.web.session_names import check_name
+
+MOST_CONSUMERS = 64
+"""Of one tenant: their names are in the metrics."""
+MOST_ROLLOUTS = 1000
+LONGEST_WAIT_S = 300.0
+
+_MAY_BE_EMPTY = ("consumer", "after")
+"""Parameters that count as missing if they are empty."""
+_PARAMETERS = (
+    *_MAY_BE_EMPTY,
+    *("wait", "limit", "metadata", "weight_version", "class", "layout", "shared"),
+)
+_STOP_CHECK_S = 0.5
+"""Seconds after which a request that waits looks whether the proxy stops."""
+_NOTED_S = 60.0
+"""Seconds after which the store notes again that a consumer reads. Silent consumers are forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class _FeedRequest:
+    """The parameters of a request for samples."""
+
+    consumer: str
+    """Empty if the reader has no name."""
+    after: int | None
+    limit: int
+    wait_s: float
+    selected: FeedFilter
+    layout: Layout
+    shared: Shared
+
+
+class FeedSamples(StoreRoute):
+    """Returns the samples of finished rollouts, in the order of finishing."""
+
+    path = "/v1/samples"
+    methods = ("GET",)
+    summary = "The samples of finished rollouts, in the order of finishing"
+
+    async def answer(self, request: Request, services: Services, /) -> Response:
+        """`?consumer=&after=&wait=&limit=&metadata=&weight_version=&class=&layout=&shared=`.
+
+        `{"object", "data": [{"rollout", "revision", "cause", "finished", "metadata", "samples", "refused",
+        "cursor"}], "cursor", "more"}`. Waits up to `wait` seconds until there is a rollout. Reads after
+        `after`, else after what the consumer acknowledged, else from the beginning.
+        """
+        requested = _read_parameters(request)
+        step = await _read_or_wait(requested, request.tenant, services)
+        data = await asyncio.to_thread(
+            lambda: [_shown(rollout, requested.layout) for rollout in step.rollouts]
+        )
+        return json_response(
+            {"object": "list", "data": data, "cursor": str(step.position), "more": step.more}
+        )
+
+
+class FeedAcknowledge(StoreRoute):
+    """Notes how far a consumer has processed the feed."""
+
+    path = "/v1/samples/ack"
+    methods = ("POST",)
+    summary = "Acknowledge the samples of finished rollouts up to a cursor"
+
+    def needed_scope(self, method: str, path: str) -> KeyScope | None:
+        """See `Route.needed_scope`: who may read may note how far."""
+        return KeyScope.READ
+
+    async def answer(self, request: Request, services: Services, /) -> Response:
+        """`{"consumer", "cursor"}`; returns both, with the cursor that is acknowledged now."""
+        fields, store = parse(request.body), services.history.store
+        consumer, cursor = read(fields, "consumer", str), read(fields, "cursor", str)
+        if consumer is None:
+            raise BadRequest("`consumer` is required: the name with which it reads", param="consumer")
+        if cursor is None:
+            raise BadRequest("`cursor` is required: that of the last rollout you processed", param="cursor")
+        name, position = check_name(consumer, "consumer"), _position(cursor, "cursor")
+        await _acknowledged(store, request.tenant, name)
+        acknowledged = await consumers.acknowledge(store, request.tenant, name, position)
+        return json_response({"consumer": name, "cursor": str(acknowledged)})
+
+
+class FeedConsumers(StoreRoute):
+    """Lists the consumers of the feed."""
+
+    path = "/v1/samples/consumers"
+    methods = ("GET",)
+    summary = "The consumers of finished rollouts, and how far each has read"
+
+    async def answer(self, request: Request, services: Services, /) -> Response:
+        """`{"object", "data": [{"consumer", "cursor", "waiting", "oldest"}]}`; `oldest` in seconds."""
+        found = await consumers.consumers(services.history.store, request.tenant)
+        return json_response({"object": "list", "data": [_described(consumer) for consumer in found]})
+
+
+class OneFeedConsumer(StoreRoute):
+    """Removes a consumer of the feed."""
+
+    path = "/v1/samples/consumers/{consumer}"
+    methods = ("DELETE",)
+    summary = "Remove a consumer of finished rollouts"
+
+    def needed_scope(self, method: str, path: str) -> KeyScope | None:
+        """See `Route.needed_scope`."""
+        return KeyScope.READ
+
+    async def answer(self, request: Request, services: Services, /) -> Response:
+        """`{"consumer", "deleted"}`. If it reads again, it begins at the beginning."""
+        name = check_name(request.parameters["consumer"], "consumer")
+        if not await consumers.forget(services.history.store, request.tenant, name):
+            raise NotFound(
+                f"unknown consumer {name!r}: it never read, or was removed",
+                param="consumer",
+                code="consumer_not_found",
+            )
+        return json_response({"consumer": name, "deleted": True})
+
+
+def _read_parameters(request: Request) -> _FeedRequest:
+    """The parameters in the query. Raises BadRequest: one is unknown, or has a wrong value."""
+    _check_names(request)
+    consumer, after = query_value(request, "consumer", ""), query_value(request, "after", "")
+    limit = number("limit", query_value(request, "limit", "16"))
+    if not 1 <= limit <= MOST_ROLLOUTS or limit % 1:
+        raise BadRequest(f"`limit` must be a whole number between 1 and {MOST_ROLLOUTS}", param="limit")
+    wait_s = number("wait", query_value(request, "wait", "0"))
+    if not 0 <= wait_s <= LONGEST_WAIT_S:
+        raise BadRequest(f"`wait` must be between 0 and {LONGEST_WAIT_S:g} seconds", param="wait")
+    metadata = tuple(_metadata(condition) for condition in query_values(request, "metadata"))
+    weights = frozenset(query_values(request, "weight_version"))
+    return _FeedRequest(
+        consumer=check_name(consumer, "consumer") if consumer else "",
+        after=_position(after, "after") if after else None,
+        limit=int(limit),
+        wait_s=wait_s,
+        selected=FeedFilter(request.tenant, metadata, weights, requested_classes(request)),
+        layout=requested_layout(request),
+        shared=requested_shared(request),
+    )
+
+
+def _check_names(request: Request) -> None:
+    """Raise BadRequest for a parameter that does not exist, or an empty one: a filter must not be ignored."""
+    check_parameters(request, _PARAMETERS, several=("metadata", "weight_version", "class"))
+    for name, value in query_pairs(request):
+        if not value and name not in _MAY_BE_EMPTY:
+            raise BadRequest(f"`{name}` must have a value", param=name)
+
+
+def _metadata(condition: str) -> str:
+    """A condition. Raises BadRequest."""
+    try:
+        return metadata_condition(condition)
+    except ValueError as error:
+        raise BadRequest("`metadata` must be KEY=VALUE, as metadata=env%3Dmath", param="metadata") from error
+
+
+def _position(cursor: str, param: str) -> int:
+    try:
+        return cursor_position(cursor)
+    except ValueError as error:
+        raise BadRequest(
+            f"`{param}` must be a cursor that /v1/samples returned, or 0", param=param
+        ) from error
+
+
+async def _read_or_wait(requested: _FeedRequest, tenant: str, services: Services) -> FeedStep:
+    """The first step that finds a rollout; the last one before the time is over or the proxy stops."""
+    store, watch = services.history.store, services.history.feed_watch
+    deadline = time.monotonic() + requested.wait_s
+    start = await _start(requested, tenant, store)
+    end = (await store.feed_state()).end
+    # a store that was lost may have given greater positions
+    position = min(start, end)
+    while True:
+        step = await read_step(
+            store, position, requested.limit, requested.selected, requested.shared, asyncio.to_thread
+        )
+        if step.rollouts:
+            return step
+        position = step.position
+        grown = step.more
+        while not grown:
+            left = deadline - time.monotonic()
+            if left <= 0 or services.running.stopping:
+                return step
+            with waiting():
+                grown = await watch.wait(end, min(left, _STOP_CHECK_S))
+        if time.monotonic() > deadline:
+            return step
+        end = (await store.feed_state()).end
+
+
+async def _start(requested: _FeedRequest, tenant: str, store: Store) -> int:
+    """The position after which to read. A consumer is registered when it reads for the first time."""
+    position = 0
+    if requested.consumer:
+        acknowledged = await _acknowledged(store, tenant, requested.consumer)
+        if acknowledged is None or abs(time.time() - acknowledged.at) > _NOTED_S:
+            await consumers.acknowledge(store, tenant, requested.consumer, 0)
+        position = acknowledged.position if acknowledged else 0
+    return position if requested.after is None else requested.after
+
+
+async def _acknowledged(store: Store, tenant: str, name: str) -> Acknowledged | None:
+    """How far a consumer has read; None for a new one. Raises BadRequest if the tenant has too many."""
+    acknowledged = await consumers.acknowledged(store, tenant, name)
+    if acknowledged is None and len(await consumers.consumers(store, tenant)) >= MOST_CONSUMERS:
+        raise BadRequest(
+            f"there are {MOST_CONSUMERS} consumers: remove one with DELETE /v1/samples/consumers/NAME",
+            param="consumer",
+            code="too_many_consumers",
+        )
+    return acknowledged
+
+
+def _shown(rollout: ReadRollout, layout: Layout) -> msgspec.Raw:
+    entry = rollout.entry
+    return msgspec.Raw(
+        msgspec.json.encode(
+            {
+                "rollout": entry.session.name,
+                "revision": entry.revision,
+                "cause": entry.cause,
+                "finished": entry.position / 1e6,
+                "metadata": msgspec.Raw(entry.session.metadata),
+                "samples": [layout.row(sample) for sample in rollout.samples],
+                "refused": rollout.refused,
+                "cursor": str(entry.position),
+            }
+        )
+    )
+
+
+def _described(consumer: Consumer) -> dict[str, Any]:
+    return {
+        "consumer": consumer.name,
+        "cursor": str(consumer.position),
+        "waiting": consumer.waiting,
+        "oldest": consumer.oldest / 1e6 if consumer.waiting else None,
+    }

@@ -1,0 +1,191 @@
+"""API keys in a file: several, each with a name and scopes, read again when the file changes.
+
+The file holds SHA-256 digests. A key has 256 random bits, so guessing it is infeasible even with a fast
+digest: a password hash (scrypt, argon2) would cost each request milliseconds without a gain. A key begins
+with its id, which is hashed too, like a salt; a request is compared only with the digest of that id.
+"""
+
+import asyncio
+import contextlib
+import logging
+import re
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import date
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import yaml
+
+from tokenproxy.base.errors import UsageError
+from tokenproxy.web.credentials import tenant_of_key
+from tokenproxy.web.scopes import KeyScope
+
+log = logging.getLogger("tokenproxy")
+
+CHECK_S = 1.0
+"""Seconds between two checks of the file."""
+
+_NAME = "[A-Za-z0-9._~@+-]{1,100}"
+_Name = Annotated[str, msgspec.Meta(pattern=rf"^{_NAME}\Z")]
+_FORMAT = "a list of keys, each with `name`, `id`, `sha256` and `scopes`; `tokenproxy key` writes one"
+
+
+class KeyFileError(UsageError, ValueError):
+    """A key file cannot be used; the message names the file and what is wrong with it."""
+
+
+class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One key of the file."""
+
+    name: _Name
+    id: Annotated[str, msgspec.Meta(pattern=r"^tp-[0-9a-f]{8}$")]
+    """The beginning of the key. It is not secret."""
+    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
+    """Digest of the whole key, in hexadecimal."""
+    scopes: Annotated[list[KeyScope], msgspec.Meta(min_length=1)]
+    tenant: _Name | None = None
+    """The tenant whose recordings the key reaches; by default its name. So a key and its successor of the
+    same name are one tenant, and so are keys of different names that share a `tenant`."""
+    created: date | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """The rights of a verified key."""
+
+    tenant: str
+    scopes: frozenset[KeyScope]
+
+
+def new_key(
+    name: str, scopes: list[KeyScope], tenant: str | None = None, created: date | None = None
+) -> tuple[str, KeyEntry]:
+    """Create a key and its entry for the file.
+
+    Raises:
+        KeyFileError: the name or tenant is not 1 to 100 letters, digits or . _ ~ @ + -
+    """
+    for field, value in (("name", name), ("tenant", name if tenant is None else tenant)):
+        if not re.fullmatch(_NAME, value):
+            raise KeyFileError(f"the {field} of a key must be 1 to 100 letters, digits or . _ ~ @ + -")
+    identity = f"tp-{secrets.token_hex(4)}"
+    key = f"{identity}-{secrets.token_hex(32)}"
+    return key, KeyEntry(name, identity, sha256(key.encode()).hexdigest(), scopes, tenant, created)
+
+
+def as_yaml(entry: KeyEntry) -> str:
+    """An entry as text to append to the file."""
+    return yaml.safe_dump([msgspec.to_builtins(entry)], sort_keys=False)
+
+
+def parse_keys(text: str, source: str) -> list[KeyEntry]:
+    """The keys in the text of a file; none for `[]`.
+
+    Raises:
+        KeyFileError: it is empty, as a file is while an editor writes it, or holds anything but keys.
+    """
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        # without the lines that YAML's message quotes
+        mark = getattr(error, "problem_mark", None)
+        where = f" (line {mark.line + 1})" if mark else ""
+        raise KeyFileError(f"{source} is not YAML{where}: it must hold {_FORMAT}") from error
+    if content is None:
+        raise KeyFileError(f"{source} is empty: it must hold {_FORMAT}, or [] for no keys")
+    try:
+        entries = msgspec.convert(content, list[KeyEntry])
+    except msgspec.ValidationError as error:
+        raise KeyFileError(f"{source}: {error}: it must hold {_FORMAT}") from error
+    if len({entry.id for entry in entries}) < len(entries):
+        raise KeyFileError(f"{source} holds two keys with one `id`: delete one of them")
+    return entries
+
+
+def read_keys(path: Path) -> list[KeyEntry]:
+    """The keys of a file. Raises KeyFileError."""
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise KeyFileError(f"cannot read the key file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise KeyFileError(f"the key file {path} is not UTF-8 text") from error
+    return parse_keys(text, f"the key file {path}")
+
+
+class KeyFile:
+    """The keys of a file at the last time that it was valid."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the file. Raises KeyFileError."""
+        self._path = path
+        self._stamp = _stamp(path)
+        self._keys: Mapping[str, tuple[bytes, ApiKey]] = {}
+        self._use(read_keys(path))
+
+    def find(self, key: bytes) -> ApiKey | None:
+        """The tenant and scopes of a key; None if the file does not hold it."""
+        identity, _, _ = key.rpartition(b"-")
+        found = self._keys.get(identity.decode("latin-1"))
+        if found is None or not secrets.compare_digest(sha256(key).digest(), found[0]):
+            return None
+        return found[1]
+
+    def reload_if_changed(self) -> None:
+        """Read the file again if it changed. If it cannot be used, keep the keys and log why."""
+        stamp = _stamp(self._path)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            entries = read_keys(self._path)
+        except KeyFileError as error:
+            log.error("%s. The keys that were read before stay valid", error)
+            return
+        self._use(entries)
+        log.info("%s changed: it holds %d keys", self._path, len(entries))
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Check the file every second while the block runs."""
+        task = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(CHECK_S)
+            # on a thread: a network file system may be slow
+            await asyncio.to_thread(self.reload_if_changed)
+
+    def _use(self, entries: list[KeyEntry]) -> None:
+        self._keys = {
+            entry.id: (
+                bytes.fromhex(entry.sha256),
+                ApiKey(_tenant(entry.tenant or entry.name), frozenset(entry.scopes)),
+            )
+            for entry in entries
+        }
+
+
+def _tenant(name: str) -> str:
+    """The tenant of a named key. No header can hold a NUL, so it differs from those of plain keys."""
+    return tenant_of_key(b"name\0" + name.encode())
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """A value that changes when the file does; empty if there is no file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return ()
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino

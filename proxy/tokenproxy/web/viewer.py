@@ -1,0 +1,237 @@
+"""`/viewer`: the page that shows recorded rollouts, and the data that it reads.
+
+The page and its files hold no recorded data, and a browser cannot send a key with its first request: so they
+are served without one, and the page asks for a key if the data needs it.
+"""
+
+import asyncio
+import re
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from chat_tokenizer import ChatTokenizer
+from tokenproxy.base.errors import BadRequest, Forbidden, NotFound
+from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response, json_response, query_value
+from tokenproxy.base.types import Headers
+from tokenproxy.record.identity import recorded_with
+from tokenproxy.record.store import Session, session_id
+from tokenproxy.record.turn import Turn
+from tokenproxy.samples.tree import TurnTree, path_of
+from tokenproxy.turn.services import Services
+from tokenproxy.viewer.drift import Basis, drift_lane
+from tokenproxy.viewer.page import PAGE, StaticFile, load_files
+from tokenproxy.viewer.recording import Recording
+from tokenproxy.viewer.session_list import list_sessions, rows_of
+from tokenproxy.viewer.tokens import encode_tokens
+from tokenproxy.viewer.tree import session_tree
+from tokenproxy.web.base import Route, StoreRoute
+from tokenproxy.web.parameters import check_parameters, next_page, number, requested_page
+from tokenproxy.web.session_names import session_in_path, unknown_session
+
+_PAGE_HEADERS: Headers = [
+    (
+        b"content-security-policy",
+        b"default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'",
+    ),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-cache"),
+]
+_DATA_HEADERS: Headers = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
+"""Of responses that hold recorded data."""
+_JSON_DATA: Headers = [*_DATA_HEADERS, *JSON_HEADERS]
+
+
+class ViewerPage(Route):
+    """Serves the page."""
+
+    path = "/viewer"
+    is_public = False
+    methods = ("GET", "HEAD")
+    needs_tenant = False
+    key_scope = None  # checked below, because a page must be able to ask for a key
+    summary = "The page that shows recorded rollouts"
+
+    def __init__(self) -> None:
+        self._files = load_files()
+
+    async def answer(self, request: Request, services: Services, /) -> Response:
+        """HTML. 401 without a key where one is needed (the page then asks for it), 403 without `read`."""
+        if not request.may_read and request.tenant:
+            raise Forbidden("the viewer needs an API key with the scope `read`", code="insufficient_scope")
+        return _file_response(self._files[PAGE], request, 200 if request.may_read else 401)
+
+
+class ViewerSlash(Route):
+    """Redirects to the page: its links are relative, so that it works below any path."""
+
+    path = "/viewer/"
+    is_public = False
+    methods = ("GET", "HEAD")
+    needs_tenant = False
+    key_scope = None
+    summary = "Redirects to /viewer"
+
+    async def answer(self, request: Request, services: Services, /) -> Response:
+        """307."""
+        return BytesResponse(307, [(b"location", b"../viewer")], b"")
+
+
+class ViewerFile(Route):
+    """Serves the modules and the style sheet of the page."""
+
+    path = "/viewer/static/{file}"
+    is_public = False
+    methods = ("GET", "HEAD")
+    needs_tenant = False
+    key_scope = None
+    observed = False
+    summary = "A static file of the page"
+
+    def __init__(self) -> None:
+        self._files = load_files()
+
+    async def answer(self, request: Request, services: Services, /) -> Response:
+        """One of the package's files; 404 for all other names."""
+        file = self._files.get(request.parameters["file"])
+        if file is None:
+            raise NotFound("the viewer has no such file", param="file", code="file_not_found")
+        return _file_response(file, request, 200)
+
+
+class ViewerSessions(StoreRoute):
+    """Lists the most recently used sessions."""
+
+    path = "/viewer/sessions"
+    is_public = False
+    methods = ("GET",)
+    summary = "The list of sessions with a search, for the page"
+
+    async def answer(self, request: Request, services: Services, /) -> Response:
+        """`?search=&limit=&before=`. See `tokenproxy.viewer.session_list`."""
+        check_parameters(request, ("search", "limit", "before"))
+        store, (limit, before) = services.history.store, requested_page(request)
+        search = query_value(request, "search", "")
+        found, last = await list_sessions(store, request.tenant, search, before, limit)
+        following = next_page(last) if last is not None else None
+        page = {"object": "list", "data": await rows_of(store, found), "next": following}
+        return json_response(page, headers=_JSON_DATA)
+
+
+class ViewerDataRoute(StoreRoute):
+    """Base of the routes that read one session. Their format is the page's own, and may change with it."""
+
+    methods = ("GET",)
+    is_public = False
+    store_seconds = 30.0
+    parameters: tuple[str, ...] = ()
+    """Names in the query."""
+
+    async def answer(self, request: Request, services: Services, /) -> Response:
+        """See the route's summary."""
+        check_parameters(request, self.parameters)
+        store, name = services.history.store, session_in_path(request)
+        rollout = session_id(request.tenant, name)
+        session = await store.session(rollout)
+        if session is None:
+            raise unknown_session(name)
+        turns = await store.turns(rollout) if self.needs_turns(request, session) else []
+        rewards = await store.rewards(rollout)
+        return await self.show(request, services, Recording(session, turns, rewards))
+
+    def needs_turns(self, request: Request, session: Session) -> bool:
+        """Whether the response depends on the turns."""
+        return True
+
+    @abstractmethod
+    async def show(self, request: Request, services: Services, found: Recording) -> Response:
+        """The response for a session."""
+
+
+class ViewerSession(ViewerDataRoute):
+    """Returns a session with its turns."""
+
+    path = "/viewer/sessions/{session}"
+    parameters = ("since", "used")
+    summary = "A session's turns with their messages, for the page"
+
+    async def show(self, request: Request, services: Services, found: Recording) -> Response:
+        """See `tokenproxy.viewer.tree`.
+
+        `?since=` leaves out turns that were recorded before, in seconds. With `?used=`, the last use that the
+        page has seen, there are no turns if the session was not used since.
+        """
+        since = number("since", query_value(request, "since", "-inf"))
+        return await asyncio.to_thread(
+            lambda: json_response(
+                session_tree(found.session, found.turns, found.rewards, since), headers=_JSON_DATA
+            )
+        )
+
+    def needs_turns(self, request: Request, session: Session) -> bool:
+        """See `ViewerDataRoute.needs_turns`: an open page asks every two seconds."""
+        return number("used", query_value(request, "used", "-inf")) != session.used
+
+
+class ViewerTokens(ViewerDataRoute):
+    """Returns the ids of the path to a turn."""
+
+    path = "/viewer/sessions/{session}/tokens"
+    parameters = ("turn",)
+    summary = "The ids of the path to a turn, in binary, for the page"
+
+    async def show(self, request: Request, services: Services, found: Recording) -> Response:
+        """`?turn=ID`. See `tokenproxy.viewer.tokens`."""
+        path = _path(request, found.turns)
+        tokenizer, note = _tokenizer(services, path[-1])
+        body = await asyncio.to_thread(lambda: encode_tokens(path, TurnTree(found.turns), tokenizer, note))
+        return BytesResponse(200, [*_DATA_HEADERS, (b"content-type", b"application/octet-stream")], body)
+
+
+class ViewerDrift(ViewerDataRoute):
+    """Compares the prompt of a turn with what it would have been without the record."""
+
+    path = "/viewer/sessions/{session}/drift"
+    parameters = ("turn", "basis")
+    summary = "Where the prompt of a turn differs from the template's own rendering, for the page"
+
+    async def show(self, request: Request, services: Services, found: Recording) -> Response:
+        """`?turn=ID&basis=template|before`. See `tokenproxy.viewer.drift`."""
+        path, chosen = _path(request, found.turns), query_value(request, "basis", "")
+        if chosen not in ("", *Basis):
+            raise BadRequest(f"`basis` must be one of {', '.join(Basis)}", param="basis")
+        tokenizer, note = _tokenizer(services, path[-1])
+
+        def compare() -> Response:
+            return json_response(drift_lane(found.turns, path, chosen, tokenizer, note), headers=_JSON_DATA)
+
+        return await asyncio.to_thread(compare)
+
+
+def _path(request: Request, turns: Sequence[Turn]) -> list[Turn]:
+    """The path to the turn in the query. Raises BadRequest."""
+    by_id = {turn.id: turn for turn in turns}
+    name = query_value(request, "turn", "")
+    if name not in by_id:
+        raise BadRequest(f"the session has no turn {name!r}", param="turn")
+    return path_of(by_id[name], by_id)
+
+
+def _tokenizer(services: Services, turn: Turn) -> tuple[ChatTokenizer | None, str]:
+    """The tokenizer of the fleet, and why there is none or why its texts may be wrong for this turn."""
+    model = services.fleet.model
+    if model is None or model.tokenizer is None:
+        problem = model.tokenizer_problem if model is not None else "no engine responds"
+        return None, f"the tokenizer is not there: {problem}"
+    if recorded_with(turn, model.tokenizer.fingerprint):
+        return model.tokenizer, ""
+    return model.tokenizer, "recorded with another tokenizer or chat template: texts may be wrong"
+
+
+def _file_response(file: StaticFile, request: Request, status: int) -> Response:
+    headers = [*_PAGE_HEADERS, (b"content-type", file.media_type.encode()), (b"etag", file.etag.encode())]
+    sent = next((value for name, value in request.headers if name == b"if-none-match"), b"")
+    held = [tag.removeprefix(b"W/") for tag in re.split(rb"[\s,]+", sent)]
+    if status == 200 and (b"*" in held or file.etag.encode() in held):
+        return BytesResponse(304, headers, b"")
+    return BytesResponse(status, headers, file.content)

@@ -1,0 +1,128 @@
+"""What only SQLite has: files with modes, locks, and long turns in files of their own."""
+
+import asyncio
+import os
+import re
+import sqlite3
+import stat
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.support.store_utils import add, make_turn, opened
+from tokenproxy.record.store import Limits, StoreError
+from tokenproxy.store import sqlite_file
+
+_LONG = os.urandom(100_000)
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Path:
+    return tmp_path / "folder" / "x.db"
+
+
+@pytest.fixture
+def url(database: Path) -> str:
+    return f"sqlite://{database}"
+
+
+def _files(database: Path) -> list[Path]:
+    """The files of long turns."""
+    return sorted(database.with_name("x.db-turns").glob("*"))
+
+
+def _modes(folder: Path) -> dict[str, int]:
+    return {path.name: stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.iterdir())}
+
+
+def _open_up(database: Path) -> None:
+    database.chmod(0o660)
+    database.with_name("x.db-turns").rmdir()
+
+
+async def test_only_its_user_may_read_a_store_unless_its_file_allows_more(database: Path, url: str) -> None:
+    before = os.umask(0o022)  # it lets everybody read what is created
+    try:
+        for mode, folder in ((0o600, 0o700), (0o660, 0o770)):
+            async with opened(url) as store:
+                await add(store, make_turn(appended=_LONG))
+                expected = {"folder": 0o700, "x.db-turns": folder}
+                expected |= dict.fromkeys(("x.db", "x.db-wal", "x.db-shm"), mode)
+                assert _modes(database.parent) == expected
+                assert set(_modes(_files(database)[0].parent).values()) == {mode, folder}
+                await store.delete("r")
+            _open_up(database)
+    finally:
+        os.umask(before)
+
+
+async def test_a_write_waits_for_a_lock_of_another_program(
+    database: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(url) as store:
+        with closing(sqlite3.connect(database, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            waiting = asyncio.create_task(add(store, make_turn()))
+            await asyncio.sleep(0.02)
+            assert not waiting.done()
+            other.execute("COMMIT")
+            await waiting
+            monkeypatch.setattr(sqlite_file, "BUSY_S", 0.05)
+    async with opened(url) as store:
+        with closing(sqlite3.connect(database, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            # also for a call that comes while the writer still waits for another's
+            adding = (add(store, make_turn()) for _ in range(3))
+            for error in await asyncio.gather(*adding, return_exceptions=True):
+                assert isinstance(error, StoreError)
+                assert re.search(rf"{database}: .*locked.*held the write lock for 0\.05 s", str(error))
+            assert len(await store.turns("r")) == 1
+        await add(store, make_turn())
+        assert (await store.usage()).turns == 2
+
+
+async def test_files_are_deleted_with_their_turns(database: Path, url: str) -> None:
+    async with opened(url, Limits(max_bytes=350_000)) as store:
+        turn = make_turn("deleted", appended=_LONG)
+        for _ in range(2):  # it may come again
+            await add(store, turn)
+            assert len(await store.turns("deleted")) == len(_files(database)) == 1
+            await store.delete("deleted")
+            assert _files(database) == []
+        for rollout in "abcdefgh":
+            await add(store, make_turn(rollout, appended=_LONG))
+        left = await store.sessions(limit=10)
+        assert 1 < len(left) == len(_files(database)) < 8
+
+
+async def test_a_turn_whose_file_is_lost_is_ignored(database: Path, url: str) -> None:
+    long = make_turn(appended=_LONG)
+    short = make_turn(parent=long.id)
+    async with opened(url) as store:
+        await add(store, long)
+        await add(store, short)
+    async with opened(url) as store:
+        assert await store.path(short.id) == await store.turns("r") == [long, short]
+        _files(database)[0].unlink()
+        assert (await store.path(short.id), await store.turns("r")) == ([], [short])
+
+
+async def test_a_process_that_is_killed_loses_no_long_turn(url: str) -> None:
+    program = """if True:
+        import asyncio, os, sys
+        from tests.support.store_utils import add, make_turn, opened
+        async def main():
+            async with opened(sys.argv[1]) as store:
+                await add(store, make_turn(appended=os.urandom(100_000)))
+                print((await store.turns("r"))[0].appended.hex(), flush=True)
+                os.kill(os.getpid(), 9)
+        asyncio.run(main())
+    """
+    command, folder = [sys.executable, "-c", program, url], Path(__file__).parents[3]
+    killed = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, cwd=folder)
+    assert killed.returncode == -9
+    async with opened(url) as store:
+        assert (await store.turns("r"))[0].appended.hex() == killed.stdout.strip()

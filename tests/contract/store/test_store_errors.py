@@ -1,0 +1,136 @@
+"""What errors of stores say, and what they leave intact."""
+
+import asyncio
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import redis
+
+from tests.support.ports import held_port
+from tests.support.redis_server import run_redis
+from tests.support.store_utils import add, digest_of, make_turn, opened
+from tokenproxy.record.store import Limits, Store, StoreError
+from tokenproxy.store.redis import RedisStore
+from tokenproxy.store.sqlite import SqliteStore
+from tokenproxy.store.urls import STORE_URLS, make_store
+
+
+@pytest.mark.parametrize(
+    "url, kind",
+    [
+        ("memory:", SqliteStore),
+        ("sqlite:x/y.db", SqliteStore),
+        ("redis://user:word@localhost:6379/1?socket_timeout=3", RedisStore),
+        ("rediss+cluster://user:word@a:1,b:2,[::1]:3/0?socket_timeout=3", RedisStore),
+        ("valkey+cluster://:word%40%2f@a:1/", RedisStore),
+        ("rediss+sentinel://user:word@a:1,b/name/3?sentinel_password=x", RedisStore),
+    ],
+)
+def test_urls(url: str, kind: type[Store]) -> None:
+    assert isinstance(make_store(url, Limits()), kind)
+
+
+@pytest.mark.parametrize(
+    "url", ["", "memory:x", "sqlite:///", "sqlite://host/x.db", "mysql://u:secret@host/db"]
+)
+def test_unknown_urls(url: str) -> None:
+    with pytest.raises(ValueError, match="no store has a URL like") as raised:
+        make_store(url, Limits())
+    assert all(form in str(raised.value) for form in STORE_URLS)
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "://:secret/x@host:1/0",
+        "://:secret@host/0?nonsense=1",
+        "://:secret@a:1,b:2/0",
+        "+cluster://:secret@host/1",
+        "+cluster://:secret@a:1,b:x",
+        "+sentinel://:secret@host",
+        "+sentinel://:secret@host/name/x",
+    ],
+)
+def test_wrong_redis_urls(rest: str) -> None:
+    with pytest.raises(ValueError, match="not a Redis URL") as raised:
+        make_store(f"redis{rest}", Limits())
+    assert "secret" not in str(raised.value) and raised.value.__cause__ is None
+
+
+async def _refused(url: str, *words: str) -> None:
+    store = make_store(url, Limits())
+    with pytest.raises(StoreError) as raised:
+        await store.open()
+    await store.aclose()
+    for word in words:
+        assert word in str(raised.value)
+    assert "secret" not in str(raised.value)
+
+
+async def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
+    file = tmp_path / "x.db"
+    file.write_bytes(b"nothing like that" * 1000)
+    await _refused(f"sqlite://{file}", str(file), "move it away")
+    await _refused(f"sqlite://{file}/x.db", str(file), "folder")
+    await _refused(f"sqlite://{tmp_path}", str(tmp_path), "must be writable")
+
+
+async def test_a_file_of_another_version_or_program(tmp_path: Path) -> None:
+    file, theirs = tmp_path / "x.db", tmp_path / "theirs.db"
+    async with opened(f"sqlite://{file}"):
+        pass
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute("PRAGMA user_version = 77")
+    await _refused(f"sqlite://{file}", str(file), "version 77 ", "version 4", "move the file away")
+    with closing(sqlite3.connect(theirs)) as connection:
+        connection.execute("CREATE TABLE theirs (x)")
+        await _refused(f"sqlite://{theirs}", str(theirs), "another program's")
+        assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("theirs",)]
+
+
+async def test_a_caller_that_left_spoils_nothing(sqlite_url: str) -> None:
+    async with opened(sqlite_url) as store:
+        tasks = [asyncio.ensure_future(add(store, make_turn(f"r{n}"))) for n in range(20)]
+        await asyncio.sleep(0)
+        for task in tasks[::2]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert [len(await store.turns(f"r{n}")) for n in range(1, 20, 2)] == [1] * 10
+
+
+async def test_no_server(tmp_path: Path) -> None:
+    with held_port() as port:
+        url = f"redis://127.0.0.1:{port}/3"
+        await _refused(url.replace("//", "//user:secret@"), url, "running")
+    with run_redis(tmp_path) as port:
+        store = make_store(f"redis://127.0.0.1:{port}/0", Limits())
+        await store.open()
+    for call in (add(store, make_turn()), store.find([digest_of("k")])):
+        with pytest.raises(StoreError, match=f"127.0.0.1:{port}"):
+            await call
+    await store.aclose()
+
+
+async def test_a_wrong_password(tmp_path: Path) -> None:
+    with run_redis(tmp_path, "--requirepass", "right") as port:
+        await _refused(f"redis://:secret@127.0.0.1:{port}/0", f"127.0.0.1:{port}", "password")
+        async with opened(f"valkey://:right@127.0.0.1:{port}/0"):
+            pass
+
+
+async def test_keys_of_another_version(redis_url: str) -> None:
+    with redis.Redis.from_url(redis_url) as client:
+        client.set("tokenproxy:version", "77")
+    await _refused(redis_url, redis_url, "another version", "version 3", "delete these keys")
+
+
+async def test_idle_connections_that_the_server_closed(redis_url: str, redis_port: int) -> None:
+    async with opened(redis_url) as store:
+        await asyncio.gather(*(add(store, make_turn()) for _ in range(10)))
+        with redis.Redis(port=redis_port) as client:
+            client.client_kill_filter(_type="normal", skipme=True)
+        for _ in range(10):
+            assert len(await store.turns("r")) == 10

@@ -1,0 +1,54 @@
+"""Several processes that share a store: here two stores that are open at once, and one that opens later."""
+
+import asyncio
+
+from tests.support.store_utils import add, digest_of, entry, make_session, make_turn, opened
+from tokenproxy.record.store import Usage
+
+
+async def test_one_of_two_gets_a_turn_or_a_value(shared_url: str) -> None:
+    async with opened(shared_url) as first, opened(shared_url) as second:
+        for number in range(10):
+            turn, ids = make_turn(completion=b""), str(number)
+            await add(first, turn, entry("k", ids))
+            both = [store.claim(digest_of("k"), digest_of(ids)) for store in (first, second)]
+            assert sorted(map(str, await asyncio.gather(*both))) == sorted(["None", turn.id])
+            await second.release(turn.id)
+            assert await first.claim(digest_of("k"), digest_of(ids)) == turn.id
+            new = (store.put("x", "k", ids.encode(), before=None) for store in (first, second))
+            assert sorted(await asyncio.gather(*new)) == [False, True]
+            taken = await asyncio.gather(first.take("x", "k"), second.take("x", "k"))
+            assert sorted(map(str, taken)) == sorted(["None", str(ids.encode())])
+
+
+async def test_changes_are_visible_to_all_at_once(shared_url: str) -> None:
+    async with opened(shared_url) as first, opened(shared_url) as second:
+        turn = make_turn()
+        await add(first, turn, entry("k", "ids"))
+        assert (await second.find([digest_of("k")]))[digest_of("k")].groups[0].candidates[0].turn == turn.id
+        await second.set_rewards("r", {"": 1.0})
+        assert await first.rewards("r") == {"": 1.0}
+        await first.put("x", "d", b"{}")
+        assert await second.get("x", ["d"]) == {"d": b"{}"}
+        assert await second.delete("r")
+        assert await first.find([digest_of("k")]) == {}
+        assert await first.usage() == Usage(0, 0, 0)
+
+
+async def test_everything_survives_a_restart(shared_url: str) -> None:
+    turn = make_turn()
+    async with opened(shared_url) as store:
+        await add(store, turn, entry("k", "ids"))
+        await store.claim(digest_of("k"), digest_of("ids"))
+        await store.set_rewards("r", {turn.id: 0.5})
+        await store.save_session(make_session(metadata=b'{"a":1}'))
+        await store.put("x", "d", b"{}")
+        session, usage = await store.session("r"), await store.usage()
+        found = await store.find([digest_of("k")])
+    async with opened(shared_url) as store:
+        assert await store.path(turn.id) == [turn]
+        assert await store.find([digest_of("k")]) == found
+        assert await store.rewards("r") == {turn.id: 0.5}
+        assert await store.get("x") == {"d": b"{}"}
+        assert await store.claim(digest_of("k"), digest_of("ids")) is None
+        assert (await store.session("r"), await store.usage()) == (session, usage)

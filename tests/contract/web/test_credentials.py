@@ -1,0 +1,65 @@
+"""Routes in front of an engine that verifies its clients' credentials itself."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.fake_vllm import FakeVllm
+from tests.support.talk import CHAT, user
+from tests.support.utils import run_proxy
+from tokenproxy.web import credentials
+
+_BODY: dict[str, Any] = {"messages": [user("Hi")]}
+
+
+def _bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.fixture
+def guarded(mortal: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> Iterator[httpx.Client]:
+    """A proxy in front of an engine that asks for keys since it was found ready."""
+    monkeypatch.setattr(credentials, "OPEN_S", 0.0)
+    with run_proxy([mortal], store="memory:", watch_interval_s=60) as client:
+        mortal.api_keys = ("anna", "bert")
+        mortal.requests.clear()
+        yield client
+
+
+def test_turns_and_sessions_need_a_key_of_the_engine(guarded: httpx.Client, mortal: FakeVllm) -> None:
+    requests: list[tuple[str, str, Any]] = [
+        ("POST", CHAT, _BODY),
+        ("POST", "/v1/chat/completions/tokens/", {"prompt_ids": [1, 74]}),
+        ("GET", "/v1/sessions", None),
+        ("POST", "/v1/sessions/s/reward", {"reward": 1}),
+        ("GET", "/sessions/s/v1/sessions", None),
+    ]
+    for method, path, body in requests:
+        for headers in ({}, _bearer("eve")):
+            refused = guarded.request(method, path, json=body, headers=headers)
+            assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+    assert {seen.path for seen in mortal.requests} == {"/v1/models"}
+    for method, path, body in requests:
+        accepted = guarded.request(method, path, json=body, headers=_bearer("anna"))
+        assert accepted.status_code in (200, 201, 404), accepted.text
+        assert accepted.status_code != 404 or accepted.json()["error"]["code"] == "session_not_found"
+    # the engine was asked once for each key
+    sent = [seen.header("authorization") for seen in mortal.seen("/v1/models")]
+    assert [value for value in sent if value] == [b"Bearer eve", b"Bearer anna"]
+
+
+def test_nothing_of_a_tenant_reaches_another(guarded: httpx.Client) -> None:
+    anna, bert = _bearer("anna"), _bearer("bert")
+    answers = [guarded.post(CHAT, json=_BODY, headers=anna | more) for more in ({}, {"x-session-id": "s"})]
+    names = {answer.headers["x-session-id"] for answer in answers}
+    assert {each["id"] for each in guarded.get("/v1/sessions", headers=anna).json()["data"]} == names
+    assert guarded.get("/v1/sessions", headers=bert).json()["data"] == []
+    for name in names:
+        for method, what in (("GET", ""), ("GET", "/samples"), ("POST", "/reward"), ("DELETE", "")):
+            body = {"reward": 1.0} if what == "/reward" else None
+            refused = guarded.request(method, f"/v1/sessions/{name}{what}", json=body, headers=bert)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (404, "session_not_found")
+        assert guarded.get(f"/v1/sessions/{name}", headers=anna).json()["reward"] is None

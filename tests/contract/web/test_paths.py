@@ -1,0 +1,114 @@
+"""Paths: aliases of routes, sessions in the path, and paths that are refused."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+
+from tests.support.fake_vllm import FakeVllm, Reply
+from tests.support.talk import CHAT, Talk, user
+from tests.support.tiny_model import END
+from tests.support.utils import run_proxy, run_server, wait_until
+from tokenproxy.app.app import create_app
+from tokenproxy.settings import Settings
+
+_HI = {"messages": [user("Hi")]}
+_ALIASED: dict[str, dict[str, Any]] = {
+    CHAT: _HI,
+    "/v1/chat/completions/tokens": {"prompt_ids": [1, 74]},
+    "/v1/messages": {"model": "tiny", "max_tokens": 8, **_HI},
+    "/tokenize": {"prompt": "hello"},
+    "/v1/sessions": {"id": "aliased"},
+    "/v1/sessions/aliased/reward": {"reward": 1},
+    "/v1/samples/ack": {"consumer": "aliased", "cursor": "0"},
+}
+
+
+def test_an_alias_answers_as_the_route_does(client: httpx.Client) -> None:
+    client.post("/v1/sessions", json={"id": "aliased"})
+    for path, body in _ALIASED.items():
+        other = path.removeprefix("/v1") if path.startswith("/v1") else f"/v1{path}"
+        answers = [client.post(alias, json=body) for alias in (path, other, f"{path}/", f"{other}/")]
+        assert {answer.status_code for answer in answers} == {200}, path
+        assert {tuple(answer.json()) for answer in answers} == {tuple(answers[0].json())}
+
+
+def test_routes_of_the_engine_without_v1(client: httpx.Client, fake: FakeVllm) -> None:
+    assert client.get("/models?a=%20b").json() == client.get("/v1/models").json()
+    assert [seen.target for seen in fake.requests if "a=" in seen.target] == ["/v1/models?a=%20b"]
+
+
+@pytest.mark.parametrize("name", ["v1", "a~b:c@d+e=f-g.h_i"])
+def test_a_base_url_names_a_session(
+    client: httpx.Client, fake: FakeVllm, talk: Callable[..., Talk], name: str
+) -> None:
+    made = talk(headers={"x-session-id": name})
+    first = made.ask(reply=Reply((74, 71, 78, 78, 81, END)))
+    fake.replies.append(Reply())
+    body = {"messages": [*made.messages, user("more")]}
+    path, headers = f"/sessions/{quote(name, safe='')}{CHAT}", {"x-session-id": "other"}
+    second = client.post(path, json=body, headers=headers)  # the path wins over a header
+    assert (second.headers["x-prompt-source"], second.headers["x-session-id"]) == ("extended", name)
+    assert fake.last().header("x-session-id") == name.encode()
+    tree = client.get(f"/sessions/{name}/v1/sessions/{name}").json()
+    assert [turn["id"] for turn in tree["turns"][-2:]] == [first.turn, second.headers["x-turn-id"]]
+    client.delete(f"/v1/sessions/{name}")
+
+
+@pytest.mark.parametrize(("prefix", "slash"), [("/sessions/prefixed/v1", ""), ("/sessions/prefixed", "/")])
+def test_routes_in_a_session(client: httpx.Client, fake: FakeVllm, prefix: str, slash: str) -> None:
+    for path in (CHAT, "/v1/chat/completions/tokens"):
+        answer = client.post(f"{prefix}{path[3:]}{slash}", json=_ALIASED[path])
+        assert (answer.status_code, answer.headers["x-session-id"]) == (200, "prefixed"), answer.text
+    assert client.post(f"{prefix}/tokenize{slash}", json={"prompt": "Hi"}).status_code == 200
+    assert client.get(f"{prefix}/models{slash}?a=%20b").json() == client.get("/v1/models").json()
+    named = {seen.target for seen in fake.requests if seen.header("x-session-id") == b"prefixed"}
+    assert named == {CHAT, "/tokenize", "/v1/models?a=%20b"}
+
+
+def test_an_unknown_route_of_a_session(client: httpx.Client, fake: FakeVllm) -> None:
+    answer = client.get("/sessions/s/pause")
+    assert answer.status_code == 404
+    assert "the base URL of a session is /sessions/s/v1" in json.loads(answer.content)["error"]["message"]
+    assert [seen for seen in fake.requests if seen.path.startswith("/sessions")] == []
+
+
+def test_behind_a_root_path(mortal: FakeVllm) -> None:
+    app = create_app(Settings(upstreams=[mortal.url], store="memory:", watch_interval_s=0.1))
+    with run_server(app, root_path="/api/v1") as url, httpx.Client(base_url=url, trust_env=False) as client:
+        wait_until(lambda: client.get("/ready").status_code == 200)
+        assert client.post(f"/sessions/s{CHAT}", json=_HI).headers["x-session-id"] == "s"
+        assert client.get("/sessions/s/v1/models").json() == client.get("/v1/models").json()
+        assert client.get("/sessions/s/v1/sessions/s").json()["turn_count"] == 1
+
+
+def test_a_made_session_is_used_with_its_id_as_key(mortal: FakeVllm) -> None:
+    with run_proxy([mortal], session_from_key=True, store="memory:") as client:
+        made = client.post("/v1/sessions", json={"overrides": {"temperature": 0.25}}).json()["id"]
+        answer = client.post(CHAT, json=_HI, headers={"authorization": f"Bearer {made}"})
+        assert answer.headers["x-session-id"] == made
+    assert mortal.last(CHAT).json["temperature"] == 0.25
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/v1%2fsessions/q", "/v1/sessions/a%2Fb", "/v1/sessions%5cq", "/v1\\sessions"),
+        *("/v1/../pause", "/v1/.%2E/pause", "/./pause", "/v1/models/..", "/sessions/s/v1/%2e%2e/pause"),
+        *("/sessions/%2e%2e/v1/models", "/v1/models%00", "/v1/models%0d%0aX:%20y"),
+    ],
+)
+def test_a_path_that_can_be_read_in_two_ways_is_refused(
+    client: httpx.Client, fake: FakeVllm, path: str
+) -> None:
+    """Routing looks at the decoded path, the engine gets the encoded one."""
+    before = len(fake.requests)
+    for method in ("GET", "POST", "OPTIONS"):
+        answer = client.send(httpx.Request(method, client.base_url, extensions={"target": path.encode()}))
+        # no route of Starlette's matches a line break
+        if "%0d" not in path or answer.status_code != 404:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_path"), answer.text
+    assert [seen.path for seen in fake.requests[before:] if "health" not in seen.path] == []

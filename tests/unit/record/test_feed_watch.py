@@ -1,0 +1,48 @@
+"""The watch of the feed: who waits is woken; `tests/contract/web/test_feed.py` has the route."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from tests.support.store_utils import add, make_turn
+from tokenproxy.record.feed_watch import FeedWatch
+from tokenproxy.record.store import Cause, FeedState, Limits, StoreError
+from tokenproxy.store.sqlite import SqliteStore
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(15):
+        while not condition():  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("notified", [False, True])
+async def test_all_who_wait_share_the_polls_also_after_the_store_failed(notified: bool) -> None:
+    store, polls, fails = SqliteStore(None, Limits()), 0, True
+    state = store.feed_state
+
+    async def count() -> FeedState:
+        nonlocal polls
+        polls += 1
+        if fails:
+            raise StoreError("gone")
+        return await state()
+
+    store.feed_state = count  # type: ignore[assignment, method-assign]
+    watch = FeedWatch(store, 1000.0 if notified else 0.002)
+    polling = asyncio.create_task(watch.poll_forever())
+    waiting = [asyncio.create_task(watch.wait(0, 15)) for _ in range(100)]
+    await _until(lambda: polls >= (1 if notified else 3))
+    fails, before = False, polls
+    await add(store, make_turn("a"))
+    await store.finish("a", Cause.END)
+    if notified:
+        watch.notify()
+    assert await asyncio.gather(*waiting) == [True] * 100
+    assert polls <= before + 2
+    # the end of another store may be smaller
+    waits = asyncio.create_task(watch.wait(2**60, 15))
+    watch.notify()
+    assert await waits
+    polling.cancel()

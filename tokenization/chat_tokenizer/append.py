@@ -1,0 +1,185 @@
+"""What follows a sampled turn: the text of the template after the cut, as ids.
+
+The tail of a turn is cut after what the model sampled of it, and only the rest is encoded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from numbers import Integral
+
+from chat_tokenizer.added_tokens import AddedTokens
+from chat_tokenizer.discovery import TurnTail
+from chat_tokenizer.encoder import NO_LIMIT, Encoder, Limit
+from chat_tokenizer.errors import InvalidIds, TemplateUnsupported
+
+TURN_END_REWRITTEN = "turn_end_rewritten"
+"""A note: the template ends the turn with another stop token than the sampled one."""
+AppendedIds = tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...]]
+"""The ids that close a turn, the ids after them, and notes: the fields of `Appended`."""
+
+
+@dataclass(frozen=True)
+class Appended:
+    """The next prompt of a conversation."""
+
+    given: Sequence[int] = field(repr=False)
+    """The ids given to `append`: the caller's own sequence, not a copy."""
+    close_ids: list[int]
+    """Ids inserted to close the turn because the model did not sample them; empty if it did."""
+    suffix_ids: list[int]
+    """Ids of separators, new messages and generation prompt."""
+    notes: tuple[str, ...] = ()
+    """Where the template would print the sampled turn differently: `turn_end_rewritten` or
+    `turn_not_printed`."""
+    _count: int = field(init=False, repr=False)
+    """Number of the given ids at the time of the append. Ids that the caller adds later are left out."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_count", len(self.given))
+
+    @cached_property
+    def prompt_ids(self) -> list[int]:
+        """The whole next prompt: the ids given, then `close_ids`, then `suffix_ids`.
+
+        The list is built when it is first read, because copying 128k ids takes ten times as long as the rest
+        of a cached append. Until then, do not change or remove any of the ids given to `append`; adding ids
+        to that list is allowed. Example: `ids += appended.suffix_ids` is safe, `ids[:] = []` is not.
+
+        Raises:
+            InvalidIds: the given sequence is shorter than it was.
+        """
+        if len(self.given) < self._count:
+            raise InvalidIds(
+                "were shortened after the append: read `Appended.prompt_ids` before, or pass a copy"
+            )
+        given = self.given if len(self.given) == self._count else self.given[: self._count]
+        return [*given, *self.close_ids, *self.suffix_ids]
+
+
+def checked_last_id(prompt_ids: Sequence[int]) -> int:
+    """The last id of a prompt. The other ids, which may be 100k, are not checked.
+
+    Raises:
+        InvalidIds: the prompt is empty, or its last element is not an id.
+    """
+    if len(prompt_ids) == 0:
+        raise InvalidIds("must not be empty")
+    if not isinstance(prompt_ids[-1], Integral) or prompt_ids[-1] < 0:
+        raise InvalidIds(f"must hold non-negative integers, not {prompt_ids[-1]!r}")
+    return prompt_ids[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A place in the tail of a turn, whose own syntax is not part of the tail."""
+
+    position: int
+    stop_text: str = ""
+    """The template's stop token that ends at `position`; empty if the model did not close the turn."""
+    rewritten: bool = False
+    """Whether the model sampled another token where the template prints `stop_text`."""
+
+
+def cut_tail(turn_tail: TurnTail, last_id: int, *, stopped: bool) -> Cut:
+    """Cut a tail after what the model sampled of it, given the last sampled id.
+
+    Example: the tail `<|im_end|>\n<|im_start|>user...` is cut after `<|im_end|>` if that was sampled, or if
+    another stop token was; if the turn was cut off, before it.
+
+    Args:
+        stopped: whether a stop token ended the turn. One that the template does not print after this turn
+            stands for the template's own. It never stands for a token that opens the next message: where such
+            a token alone ends the turn, nothing is replaced.
+
+    Raises:
+        TemplateUnsupported: a stop token ended the turn, and the template closes it with another than others;
+            or a turn was cut off where the last id does not tell how much of the close was sampled.
+    """
+    tail, closing = turn_tail.tail, turn_tail.closing
+    if not stopped and last_id in turn_tail.unclear_ids:
+        raise TemplateUnsupported("the last id does not tell how much of the turn's close was sampled")
+    # where the close holds no stop token, a token that opens the next message ends the turn
+    opening = turn_tail.tokens if stopped and not turn_tail.has_stop else ()
+    for token in [*(turn_tail.close_tokens or turn_tail.tokens[:1]), *opening]:
+        if token.id == last_id:
+            return Cut(token.end, tail.text[token.start : token.end])
+    stopped = stopped or last_id == turn_tail.stop_if_last
+    # a stop token that is also syntax of the turn, such as `</tool_call>`, does not replace the close
+    if stopped and last_id not in turn_tail.syntax_ids and closing:
+        return Cut(closing[-1].end, tail.text[closing[-1].start : closing[-1].end], rewritten=True)
+    if stopped and turn_tail.unclear_stop is not None:
+        stop = turn_tail.unclear_stop
+        if last_id != stop.id:
+            raise TemplateUnsupported("which token closes a turn depends on the conversation")
+        return Cut(stop.end, tail.text[stop.start : stop.end])
+    return Cut(0)
+
+
+def token_before(added: AddedTokens, turn_tail: TurnTail, cut: Cut, last_id: int) -> str:
+    """The token to encode before the text after the cut, as context; empty if that needs none.
+
+    Text that does not begin with an added token is encoded after the token before it, because some tokenizers
+    (SentencePiece) encode it differently at the start of a text.
+    """
+    rest = turn_tail.tail.text[cut.position :]
+    if cut.stop_text or added.start(rest):
+        return cut.stop_text
+    return added.text(last_id)
+
+
+def encode_after_cut(
+    encoder: Encoder,
+    added: AddedTokens,
+    turn_tail: TurnTail,
+    cut: Cut,
+    before: str,
+    limit: Limit = NO_LIMIT,
+) -> AppendedIds:
+    """Encode the text after the cut; `before`, the token before it, is context only and may be empty.
+
+    Without an added token at the edge the text is encoded alone: the sampled ids are fixed, so the tokenizer
+    has nothing to merge it with.
+
+    Raises:
+        InvalidMessages, TooManyIds, Stopped: as `Encoder.encode`, with the limit for all that is encoded.
+        TemplateUnsupported: the tokenizer would change what stands at the edge.
+    """
+    rest = turn_tail.tail.text[cut.position :]
+    notes = turn_tail.tail.notes + ((TURN_END_REWRITTEN,) if cut.rewritten else ())
+    if not rest:
+        return (), (), notes
+    ids = encoder.encode(before + rest, limit.plus(1) if before else limit)
+    if not before and _leading_spaces(encoder.decode(ids)) > _leading_spaces(rest):
+        raise TemplateUnsupported(
+            f"the tokenizer puts a space before {rest[:20]!r}, which follows the sampled text directly"
+        )
+    if before:
+        first, *ids = ids
+        if added.text(first) != before:
+            raise TemplateUnsupported("the tokenizer merges the stop token with the text after it")
+    closing = [token.id for token in turn_tail.closing if cut.position <= token.start]
+    count = _length_holding(ids, closing)
+    return tuple(ids[:count]), tuple(ids[count:]), notes
+
+
+def _leading_spaces(text: str) -> int:
+    return len(text) - len(text.lstrip(" "))
+
+
+def _length_holding(ids: Sequence[int], subsequence: Sequence[int]) -> int:
+    """The length of the shortest prefix of `ids` that holds all of `subsequence`, in order.
+
+    Example: 3 for ids [7, 5, 8, 9] and subsequence [7, 8].
+
+    Raises:
+        TemplateUnsupported: they do not hold it: some added tokens are found only between words.
+    """
+    length = 0
+    for token in subsequence:
+        if token not in ids[length:]:
+            raise TemplateUnsupported(
+                "the tokenizer does not find the token that closes the turn in its text"
+            )
+        length = ids.index(token, length) + 1
+    return length

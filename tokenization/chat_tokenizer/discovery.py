@@ -1,0 +1,308 @@
+"""Finds the text that a template prints after a turn, from its renderings, and caches the results.
+
+Nothing here depends on a model family: the sources are the template's renderings, the tokenizer's added
+tokens, which it never merges with the text around them, and the ids that end a turn of the model.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from chat_tokenizer.added_tokens import AddedTokens, Token
+from chat_tokenizer.cache import BoundedCache, digest
+from chat_tokenizer.closes import Closes, ContentClose
+from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported, TokenizationError
+from chat_tokenizer.messages import Message
+from chat_tokenizer.new_texts import last_text
+from chat_tokenizer.proof import Locality, Proof, prove, tried_values
+from chat_tokenizer.template import Append, RenderOptions, Template
+from chat_tokenizer.turns import (
+    Marked,
+    Tail,
+    placeholder_context,
+    render_marked,
+    render_tail,
+    turn_context,
+    with_other_numbers,
+)
+
+_MAX_SECONDS_SHORTENING = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTail:
+    """The tail of a turn without the turn's own syntax. It does not depend on the ids before it."""
+
+    key: bytes
+    """The cache key: a digest of all that the tail depends on."""
+    whole: Tail
+    """The tail from the turn's own syntax on."""
+    tail: Tail
+    """The tail from the close of the turn on."""
+    tokens: tuple[Token, ...]
+    """The special tokens in the lead of the tail, in order."""
+    closing: tuple[Token, ...]
+    """The tokens that close the turn; empty if the template has no close."""
+    close_tokens: tuple[Token, ...]
+    """The added tokens up to the last one that closes the turn. Blank ones, such as a line feed that is a
+    token of Gemma 3, are text like other text."""
+    stop_if_last: int | None
+    """The token that closes the turn where it is the last message, if that is another one (GPT-OSS)."""
+    unclear_stop: Token | None
+    """A stop token with which the tail begins although the template closes other turns with another one."""
+    has_stop: bool
+    """Whether a token in `closing` ends turns of the model. In Gemma 4's calls none does."""
+    unclear_ids: frozenset[int]
+    """Ids in `close_tokens` that do not tell how much of the close was sampled: they occur in it more than
+    once, or end the generation prompt too (Kimi K3)."""
+    syntax_ids: frozenset[int]
+    """Ids of the added tokens between the model's last text and the close, such as `</tool_call>`."""
+
+    @property
+    def syntax(self) -> str:
+        """The turn's own syntax after the model's last text, such as `"}}\n</tool_call>`; mostly empty."""
+        return self.whole.text[: len(self.whole.text) - len(self.tail.text)]
+
+    def appends_as(self, other: "TurnTail") -> bool:
+        """Whether the same ids are appended after every sampled id."""
+        mine, others = (
+            (turn_tail.tail.text, turn_tail.tokens, turn_tail.close_tokens, turn_tail.closing)
+            for turn_tail in (self, other)
+        )
+        return mine == others
+
+
+class Discovery:
+    """The tails of one template with one tokenizer. Safe to use from several threads."""
+
+    def __init__(self, template: Template, added: AddedTokens) -> None:
+        self.proof: Proof | None = None
+        self.closes = Closes(template, added)
+        self._template = template
+        self._added = added
+        self._tails: BoundedCache[bytes, TurnTail] = BoundedCache(
+            1024, lambda turn_tail: len(turn_tail.tail.text) <= 16_384
+        )
+        self._proving = threading.Lock()
+        self._changing = threading.Lock()
+
+    def prove(self) -> Proof:
+        """Prove which messages determine the text after a turn. The first call takes up to `MAX_SECONDS`."""
+        with self._proving:
+            return self.proof or self.adopt(prove(self, self._template.syntax))
+
+    def adopt(self, proof: Proof) -> Proof:
+        """Adopt a proof from another process and keep the refutations of this one. Returns the result."""
+        with self._changing:
+            self.proof = proof if self.proof is None else self.proof.and_refuted_in(proof)
+            return self.proof
+
+    def is_local(self, new: Sequence[Message], options: RenderOptions) -> bool:
+        """Whether it is proved that the text after a turn depends on no earlier message."""
+        proof = self.proof
+        return proof is not None and proof.locality(new) is not Locality.HISTORY and self._tried(options)
+
+    def _tried(self, options: RenderOptions) -> bool:
+        """Whether the proof tested these arguments: at most one that the template reads, and its value."""
+        syntax = self._template.syntax
+        read = {name: value for name, value in options.kwargs.items() if name in syntax.kwargs}
+        if "documents" in options.kwargs or len(read) > 1:
+            return False
+        return all(_is_in(value, tried_values(syntax, name)) for name, value in read.items())
+
+    def refutation(
+        self, new: Sequence[Message], history: Sequence[Message], options: RenderOptions
+    ) -> list[Message] | None:
+        """The shortest history found that contradicts the proof.
+
+        None if the proof holds for this history. If it does not, the whole history is rendered from now on
+        for messages like the new ones.
+        """
+        proof, append = self.proof, Append(history, new, options)
+        if proof is None or not self.is_local(new, options):
+            return None
+        in_turn = self.tail_in(append.after(turn_context(append.turn)))
+        if in_turn is None or self._holds(in_turn, append):
+            return None
+        self.adopt(proof.demoted(new, "an audit found that earlier messages decide what is printed"))
+        return self._shortest(in_turn, append)
+
+    def _shortest(self, tail: TurnTail, append: Append) -> list[Message]:
+        """Remove messages while a difference remains: first half of the rest, at last single messages.
+
+        Stops after `_MAX_SECONDS_SHORTENING`.
+        """
+        history = list(append.context)
+        size, until = len(history) // 2, time.monotonic() + _MAX_SECONDS_SHORTENING
+        while size:
+            start = 0
+            while start < len(history) - 1 and time.monotonic() < until:
+                shorter = history[:start] + history[min(start + size, len(history) - 1) :]
+                if self._holds(tail, append.after(shorter)):
+                    start += size
+                else:
+                    history = shorter
+            size //= 2
+        return history
+
+    def turn_tail(
+        self, new: Sequence[Message], history: Sequence[Message] | None, options: RenderOptions
+    ) -> TurnTail:
+        """The tail of the last turn of `history`, from the shortest context that is proved to suffice.
+
+        Without a history, it is the tail of a placeholder turn that the new messages could follow.
+
+        Raises: as `ChatTokenizer.append`.
+        """
+        if history is None:
+            return self._tail_after_any_turn(new, options)
+        alone = Append(turn_context(history[-1]), new, options)
+        in_turn = None
+        # a template may refuse the turn alone and accept the whole conversation
+        with suppress(TokenizationError):
+            in_turn = self._cached(alone, lambda key: self._find(key, alone)[0])
+        if in_turn is not None and self.is_local(new, options):
+            return in_turn
+        append = alone.after(list(history))
+        return self._cached(append, lambda key: self._after_history(key, append, in_turn))
+
+    def _cached(self, append: Append, find: Callable[[bytes], TurnTail]) -> TurnTail:
+        """The tail that `find` returns for a key; tails and refusals are cached."""
+        key = digest(list(append.new), append.context, append.options.key(), self._template.now())
+        return self._tails.get_or_make(key, lambda: find(key), (TokenizationError,))
+
+    def _after_history(self, key: bytes, append: Append, in_turn: TurnTail | None) -> TurnTail:
+        """The tail after a whole history; `in_turn` is the tail after its last turn alone.
+
+        Mostly the two are equal, or differ in numbers. One rendering shows that if the turn's last text
+        occurs in it once.
+        """
+        text = self._template.text([*append.context, *append.new], append.options)
+        start = _end_of_turn(text, append.turn, in_turn) if in_turn is not None else None
+        if in_turn is not None and start is not None:
+            if text[start:] == in_turn.tail.text:
+                return replace(in_turn, key=key)
+            counted = with_other_numbers(in_turn.whole, in_turn.syntax + text[start:])
+            if counted is not None:
+                return self._without_syntax(key, counted, append.options)
+        turn_tail, marked = self._find(key, append, in_turn)
+        if not marked.agrees_with(text, turn_tail.tail.text):
+            raise TemplateUnsupported("what the template prints after a turn depends on the text of the turn")
+        return turn_tail
+
+    def _tail_after_any_turn(self, new: Sequence[Message], options: RenderOptions) -> TurnTail:
+        proof = self.prove()
+        append = Append(placeholder_context(new), new, options)
+        # first, because if the template refuses the new messages themselves, its own error is more useful
+        turn_tail = self._cached(append, lambda key: self._find(key, append)[0])
+        if proof.locality(new) is not Locality.NEW or not self._tried(options):
+            raise TemplateUnsupported(
+                "what the template prints after a turn may depend on earlier messages: give `history` "
+                f"({proof.reason})"
+            )
+        return turn_tail
+
+    def tail_in(self, append: Append) -> TurnTail | None:
+        """The tail of the turn; None if the template refuses the messages."""
+        try:
+            return self._find(b"", append)[0]
+        except TokenizationError:
+            return None
+
+    def continues_alike(self, tail: TurnTail, append: Append) -> bool:
+        """Whether the same ids are appended as after a tail, or the template refuses the messages."""
+        try:
+            if render_marked(self._template, append).text == tail.whole.text:
+                return True
+            return self._find(b"", append)[0].appends_as(tail)
+        except InvalidMessages:
+            return True
+        except TokenizationError:
+            return False
+
+    def _holds(self, tail: TurnTail, append: Append) -> bool:
+        """Whether a tail is printed after a context, both with a marker in the turn and without."""
+        return self.continues_alike(tail, append) and self.ends(tail, append)
+
+    def ends(self, tail: TurnTail, append: Append) -> bool:
+        """Whether the rendering of context and new messages, without any marker, ends with turn and tail.
+
+        Also True if the template refuses the messages. Renders without a marker, because a template may test
+        the turn's text, which a marker changes.
+        """
+        try:
+            text = self._template.text([*append.context, *append.new], append.options)
+            marked = render_marked(self._template, append)
+        except TokenizationError:
+            return True
+        return text.endswith(tail.tail.text) and marked.agrees_with(text, tail.tail.text)
+
+    def _find(self, key: bytes, append: Append, guide: TurnTail | None = None) -> tuple[TurnTail, Marked]:
+        """Render, and take the turn's own syntax from the tail; also returns that rendering.
+
+        Args:
+            guide: the tail of the same turn in a smaller context.
+        """
+        whole, marked = render_tail(self._template, append, guide.whole if guide else None)
+        return self._without_syntax(key, whole, append.options), marked
+
+    def _without_syntax(self, key: bytes, whole: Tail, options: RenderOptions) -> TurnTail:
+        """Take the turn's own syntax from a tail, and find the tokens that close the turn."""
+        close = self.closes.of_content(options)
+        # the token that closes a turn may open the next message too: only the close is searched
+        in_content = whole.text[: whole.lead].startswith(close.text)
+        start, end, closers = 0, len(close.text) if in_content else whole.lead, close.closers
+        if whole.in_call:
+            start, end, closers = self.closes.of_call(whole, close)
+        tail = whole.without_start(start)
+        lead = tail.text[: tail.lead]
+        tokens = self._added.find(lead, special=True)
+        closing = tuple(token for token in tokens if token.id in closers and token.end <= end - start)
+        last = closing[-1] if closing else None
+        close_text = lead[: last.end if last else 0]
+        if_last = self._added.id_at(tail.text_if_last, last.start) if last else None
+        found = self._added.find(close_text)
+        close_tokens = tuple(token for token in found if close_text[token.start : token.end].strip())
+        times = Counter(token.id for token in close_tokens)
+        return TurnTail(
+            key,
+            whole,
+            tail,
+            tokens,
+            closing,
+            close_tokens,
+            if_last if last and if_last != last.id and if_last in self._added.special_ids else None,
+            None if closing else self._unclear_stop(tail.text, close),
+            any(token.id in self._added.stop_ids | {close.stop} for token in closing),
+            frozenset(t for t, count in times.items() if count > 1 or t == self.closes.last_of_prompt),
+            frozenset(token.id for token in self._added.find(whole.text[:start])),
+        )
+
+    def _unclear_stop(self, text: str, close: ContentClose) -> Token | None:
+        start = len(text) - len(text.lstrip())
+        first = self._added.id_at(text, start)
+        stops = (self._added.stop_ids | close.closers) - self.closes.result_openers
+        if first is None or first not in stops or not close.closers:
+            return None
+        return Token(first, start, start + len(self._added.text(first)))
+
+
+def _end_of_turn(text: str, turn: Message, turn_tail: TurnTail) -> int | None:
+    """Where the last turn ends in a rendering; None if its last text and close are not found there.
+
+    It is the first position where they are found. If an earlier turn is equal, the text after it is longer
+    than the tail, and the caller renders with a marker.
+    """
+    end = last_text(turn)
+    closing = turn_tail.closing
+    close = turn_tail.tail.text[: closing[-1].end if closing else 0]
+    start = text.find(end + turn_tail.syntax + close)
+    return start + len(end) + len(turn_tail.syntax) if end and start >= 0 else None
+
+
+def _is_in(value: object, values: list[object]) -> bool:
+    """Whether a value is one of these; 1 is not True."""
+    return any(type(value) is type(other) and value == other for other in values)

@@ -1,0 +1,63 @@
+"""Loads a tokenizer, its chat template, and the related fields of the model's configuration."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from chat_tokenizer.errors import TokenizerUnavailable
+from chat_tokenizer.template import merge_templates
+
+
+def load_files(
+    source: str, chat_template: str | None, revision: str | None, trust_remote_code: bool
+) -> tuple[Any, int, frozenset[int]]:
+    """Load from a folder or the hub. Arguments and errors are those of `ChatTokenizer.load`.
+
+    Returns:
+        the transformers tokenizer with its chat template, the size of the vocabulary, and the ids that end a
+        turn: the tokenizer's EOS, and `eos_token_id` of the generation config.
+    """
+    from transformers import AutoTokenizer  # slow to import, so only when needed
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, revision=revision, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise TokenizerUnavailable(f"cannot load a tokenizer from {source!r}: {error}") from error
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    else:
+        # multimodal models may keep the template that their processor uses in a file of its own
+        legacy = _config(source, "chat_template.json", revision)
+        processor = _config(source, "processor_config.json", revision).get("chat_template")
+        template = processor or legacy.get("chat_template")
+        tokenizer.chat_template = merge_templates(tokenizer.chat_template, template)
+    if not tokenizer.chat_template:
+        raise TokenizerUnavailable(
+            f"the tokenizer in {source!r} has no chat template: pass one, or use a chat model"
+        )
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise TokenizerUnavailable(
+            f"{source!r} has no fast tokenizer: convert it, so that it has a tokenizer.json"
+        )
+    config = _config(source, "config.json", revision)
+    generation = _config(source, "generation_config.json", revision)
+    # multimodal models have the vocabulary size in `text_config`
+    sizes = [part.get("vocab_size") or 0 for part in (config, config.get("text_config") or {})]
+    stops = generation.get("eos_token_id", config.get("eos_token_id"))
+    stops = stops if isinstance(stops, list) else [stops]
+    stop_ids = frozenset(stop for stop in [tokenizer.eos_token_id, *stops] if isinstance(stop, int))
+    return tokenizer, max([len(tokenizer), *sizes]), stop_ids
+
+
+def _config(source: str, name: str, revision: str | None) -> dict[str, Any]:
+    """A configuration file of the model; empty if there is none, because it is optional."""
+    from transformers.utils import cached_file
+
+    try:
+        file = cached_file(source, name, revision=revision)
+        content = json.loads(Path(file).read_text()) if file else {}
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

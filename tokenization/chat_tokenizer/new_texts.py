@@ -1,0 +1,148 @@
+"""Replaces the texts of new messages by markers, and checks that a rendering holds the texts."""
+
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from chat_tokenizer.cache import serialized
+from chat_tokenizer.errors import TemplateUnsupported
+from chat_tokenizer.messages import Message, arguments_of, for_template
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Creates words that occur in none of the arguments, to find where they are inserted."""
+
+    nonce: str
+
+    @property
+    def turn(self) -> str:
+        return f"qZ{self.nonce}assistantZq"
+
+    @property
+    def content(self) -> str:
+        return f"qZ{self.nonce}contentZq"
+
+    def new(self, index: int, part: int) -> str:
+        return f"qZ{self.nonce}new{index}p{part}Zq"
+
+
+def unused_marks(*arguments: object) -> Marks:
+    """Create words that occur in none of the arguments and are random, so that no client can predict them."""
+    source = serialized(arguments)
+    while True:
+        nonce = f"{random.getrandbits(40):010x}"
+        if nonce.encode() not in source:
+            return Marks(nonce)
+
+
+def with_marks(
+    message: Message, index: int, marks: Marks, words: dict[str, int], blank: list[str]
+) -> dict[str, Any]:
+    """A new message with a marker for each text.
+
+    Adds to `words` each marker that must be printed exactly once, with the index of its message, and to
+    `blank` each that stands for white space.
+    """
+
+    def mark(part: int, text: object) -> object:
+        # templates test whether a turn with calls has a content too
+        if not isinstance(text, str) or (not text and message.get("tool_calls")):
+            return text
+        word = marks.new(index, part)
+        if text.strip():
+            words[word] = index
+        else:
+            blank.append(word)
+        return word
+
+    marked = dict(message)
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        marked["content"] = mark(0, content)
+    elif isinstance(content, list):
+        marked["content"] = [
+            {**part, "text": mark(number, part["text"])} if "text" in part else part
+            for number, part in enumerate(_parts(content))
+        ]
+    if calls := message.get("tool_calls"):
+        marked["tool_calls"] = [
+            with_argument(call, mark(1000 + number, "q")) for number, call in enumerate(calls)
+        ]
+    return marked
+
+
+def with_argument(call: Mapping[str, Any], argument: object) -> dict[str, Any]:
+    """A tool call with other arguments: one, of this value."""
+    return {**call, "function": {**call["function"], "arguments": {"q": argument}}}
+
+
+def check_new_texts(tail: str, new: Sequence[Message], strings: Sequence[str]) -> None:
+    """Check that the text after a lead holds the text of each new message, as it is or escaped.
+
+    Equal texts must be printed as often as they are given.
+
+    A template may omit only those parts of a text that its source searches for, such as `/no_think`.
+
+    Raises:
+        TemplateUnsupported: it does not.
+    """
+    times: Counter[str] = Counter()
+    for index, message in enumerate(new):
+        if message.get("role") == "assistant":
+            continue  # its reasoning may be left out
+        for text in _texts(message.get("content")):
+            times[text.strip()] += 1
+            if not _printed(text.strip(), tail, times[text.strip()]) and not all(
+                _printed(piece, tail, times[piece] or 1) for piece in _without(text, strings)
+            ):
+                raise TemplateUnsupported(
+                    f"the template does not print the text of new message {index} ({message.get('role')})"
+                )
+
+
+def _texts(content: object) -> list[str]:
+    if isinstance(content, list):
+        return [part["text"] for part in _parts(content) if "text" in part]
+    return [content] if isinstance(content, str) else []
+
+
+def _parts(content: list[Any]) -> list[dict[str, Any]]:
+    """The parts of a content in the form for templates; parts with a text have it under `text`."""
+    parts: list[dict[str, Any]] = for_template([{"role": "user", "content": content}], parts=True)[0][
+        "content"
+    ]
+    return parts
+
+
+def _printed(text: str, tail: str, times: int) -> bool:
+    if not text or tail.count(text) >= times:
+        return True
+    escaped = (json.dumps(text, ensure_ascii=False), json.dumps(text), repr(text))
+    return any(tail.count(form[1:-1]) >= times for form in escaped)
+
+
+def _without(text: str, strings: Sequence[str]) -> list[str]:
+    """The pieces of a text between occurrences of strings, without white space around them."""
+    removed = sorted((string for string in strings if string), key=len, reverse=True)
+    pieces = re.split("|".join(map(re.escape, removed)) or r"(?!)", text)
+    return [piece.strip() for piece in pieces]
+
+
+def has_text(content: object) -> bool:
+    """Whether a content holds more than white space."""
+    return any(text.strip() for text in _texts(content))
+
+
+def last_text(turn: Message) -> str:
+    """The last text that the model wrote in a turn, without white space around it; empty if there is none.
+
+    It is an argument of the last tool call, or the content.
+    """
+    calls = turn.get("tool_calls")
+    texts = arguments_of(calls[-1]["function"]).values() if calls else _texts(turn.get("content"))
+    return next((text.strip() for text in reversed(list(texts)) if isinstance(text, str)), "")

@@ -1,0 +1,331 @@
+"""Finds the text that a chat template prints after an assistant turn, from its own renderings.
+
+A turn is rendered with a marker as the last text that the model wrote. After the marker the rendering holds,
+in this order: the rest of the turn's own syntax (the closing brackets of a tool call), the text that closes
+the turn, and the continuation (separators, new messages, generation prompt). Example, with ChatML, a tool
+call and a new user message:
+
+    syntax         "}}\\n</tool_call>
+    close          <|im_end|>\\n
+    continuation   <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n
+
+The continuation begins with the header of the first new message, here `<|im_start|>user\\n`. Syntax, close
+and header are the tail's *lead*: the last sampled token shows how much of it the model sampled. To find its
+end, and to prove that each new text is printed exactly once, the conversation is rendered a second time with
+markers in place of the new texts.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from chat_tokenizer.added_tokens import common_prefix_length
+from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported
+from chat_tokenizer.messages import Message, arguments_of
+from chat_tokenizer.new_texts import Marks, check_new_texts, has_text, unused_marks, with_argument, with_marks
+from chat_tokenizer.template import Append, Template
+
+TURN_NOT_PRINTED = "turn_not_printed"
+"""A note: the template prints nothing of the turn's tool calls, or not its content."""
+MARK = "qZassistantZq"
+_PARTS = (("'text': '", "'}]"), ('"text": "', '"}]'))
+"""The text before and after a text in a list of parts, as Python and as JSON print it."""
+PLACEHOLDER_USER: dict[str, Any] = {"role": "user", "content": "."}
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The text that a template prints after the last text that the model wrote."""
+
+    text: str
+    """The tail if new messages follow the turn."""
+    lead: int
+    """Length of the text before the first new text, in characters: syntax, close, header."""
+    text_if_last: str
+    """The tail if the turn is the last message; empty if the template cannot print that."""
+    in_call: bool = False
+    """Whether that text is an argument of a tool call, so that the tail starts with the call's own syntax."""
+    notes: tuple[str, ...] = ()
+    """How the rendered turn differs from the one that was given: see `Appended.notes`."""
+    foot: int = 0
+    """Length of the text after the last new text, in characters: its close, and the generation prompt."""
+
+    def without_start(self, length: int) -> "Tail":
+        """The tail without its first `length` characters."""
+        last = self.text_if_last[length:] if self.text_if_last[:length] == self.text[:length] else ""
+        return replace(self, text=self.text[length:], lead=self.lead - length, text_if_last=last)
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """A rendering of a conversation with a marker at the end of its last turn."""
+
+    messages: list[Message]
+    """The messages up to the turn, with the marker."""
+    turn: Message
+    """The turn without the marker."""
+    mark: str
+    before: str
+    """The text before the marker."""
+    after: str
+    """The text after it."""
+    replaced: bool
+    """Whether the marker is a new argument or content, not the end of an existing one."""
+    notes: tuple[str, ...]
+    """See `Tail.notes`."""
+
+    @property
+    def text(self) -> str:
+        """The text after the turn's last text, also where content is printed as a list of parts."""
+        return _without_part_closing(self.before, self.after)
+
+    @property
+    def in_call(self) -> bool:
+        """Whether the marker is in the arguments of a tool call."""
+        return self.mark in repr(self.messages[-1].get("tool_calls"))
+
+    def agrees_with(self, unmarked: str, tail: str) -> bool:
+        """Whether a rendering without the marker is equal, so that no condition depends on the marker.
+
+        Args:
+            tail: the end of `text` that follows the turn's own syntax.
+        """
+        if self.replaced:
+            return unmarked.endswith(tail) and self._lacks_only_the_turn(unmarked.removesuffix(tail), tail)
+        before = self.before.rstrip()
+        end = len(unmarked) - len(self.after)
+        same = unmarked.startswith(before) and unmarked.endswith(self.after) and len(before) <= end
+        # a template may strip a text at its end
+        return same and not unmarked[len(before) : end].strip()
+
+    def _lacks_only_the_turn(self, unmarked: str, tail: str) -> bool:
+        """Whether each word that a rendering up to the tail lacks with the marker is one of the turn.
+
+        Example: `f{n: 5}` for a call without text arguments, where the marker stands in `f{n: 5, q: "..."}`.
+        """
+        marked = f"{self.before}{self.mark}{self.text.removesuffix(tail)}"
+        start = common_prefix_length(unmarked, marked)
+        end = common_prefix_length(unmarked[start:][::-1], marked[start:][::-1])
+        turn = repr(self.turn)
+        return all(word in turn for word in re.findall(r"\w+", unmarked[start : len(unmarked) - end]))
+
+
+def render_tail(template: Template, append: Append, guide: Tail | None = None) -> tuple[Tail, Marked]:
+    """Render a context and new messages; cut at the marker.
+
+    Args:
+        guide: the tail of the same turn in a smaller context. If the tail begins in the same way, or differs
+            only in the header, lead and last rendering are copied from it, so that the context is rendered
+            only once.
+
+    Raises:
+        InvalidMessages: the template refuses the messages in every form of the turn.
+        TemplateUnsupported: the template prints nothing of an assistant turn, or a new text not exactly once.
+    """
+    marks = unused_marks(append.context, append.new, append.options.tools, dict(append.options.kwargs))
+    marked = render_marked(template, append, marks)
+    same_form = guide is not None and (guide.in_call, guide.notes) == (marked.in_call, marked.notes)
+    tail = _guided(guide, marked.text) if guide is not None and same_form else None
+    if tail is None:
+        lead, foot = _around_new_texts(template, append.after(marked.messages), marks)
+        tail = Tail(
+            marked.text,
+            common_prefix_length(marked.text, lead),
+            _tail_if_last(template, append.after(marked.messages), marks.turn),
+            marked.in_call,
+            marked.notes,
+            len(foot) if marked.text.endswith(foot) else 0,
+        )
+    check_new_texts(tail.text[tail.lead : len(tail.text) - tail.foot], append.new, template.syntax.strings)
+    return tail, marked
+
+
+def _guided(guide: Tail, text: str) -> Tail | None:
+    """The tail with this text, its other fields from the same turn in a smaller context.
+
+    Example: the guide's `<|im_end|>\\n<|im_start|>tool\\nResult 1: qr<|im_end|>\\n` and a text that has
+    `Result 12: ` there. None if the texts differ in the close, or in more than the header.
+    """
+    if text.startswith(guide.text[: guide.lead]):
+        same_foot = text.endswith(guide.text[len(guide.text) - guide.foot :])
+        return replace(guide, text=text, foot=guide.foot if same_foot else 0)
+    after_lead = guide.text[guide.lead :]
+    lead = len(text) - len(after_lead)
+    # up to this length the texts must agree, so that the close is the same
+    close = len(guide.text_if_last)
+    if (
+        0 < close <= min(lead, guide.lead)
+        and text[:close] == guide.text[:close]
+        and text.endswith(after_lead)
+    ):
+        return replace(guide, text=text, lead=lead)
+    return None
+
+
+def with_other_numbers(guide: Tail, text: str) -> Tail | None:
+    """The tail with this text, if it differs from a guide only in numbers in the header; None if not.
+
+    Example: a guide's header `<|im_start|>tool\\nResult 1: ` and a text that has `Result 12: ` there.
+    """
+    tail = _guided(guide, text)
+    if tail is None or tail.text[tail.lead :] != guide.text[guide.lead :]:
+        return None
+    numbers = re.compile(r"[0-9]+")
+    leads = (numbers.sub("0", each.text[: each.lead]) for each in (guide, tail))
+    return tail if next(leads) == next(leads) else None
+
+
+def render_marked(template: Template, append: Append, marks: Marks | None = None) -> Marked:
+    """Render a context and new messages, with a marker in the turn.
+
+    Raises: as `render_tail`.
+    """
+    if marks is None:
+        marks = unused_marks(append.context, append.new, append.options.tools, dict(append.options.kwargs))
+    mark = marks.turn
+    refusal: InvalidMessages | None = None
+    for turn, replaced, notes in _marked_forms(append.turn, mark):
+        marked = [*append.context[:-1], turn]
+        try:
+            text = template.text([*marked, *append.new], append.options)
+        except InvalidMessages as error:
+            refusal = error
+            continue
+        before, found, after = text.partition(mark)
+        if mark in after:
+            raise TemplateUnsupported("the template prints the text of a turn more than once")
+        if found:
+            return Marked(marked, append.turn, mark, before, after, replaced, notes)
+    if refusal is not None:
+        raise refusal
+    raise TemplateUnsupported("the template prints nothing of an assistant turn")
+
+
+def _tail_if_last(template: Template, marked: Append, mark: str) -> str:
+    try:
+        text = template.text(marked.context, replace(marked.options, add_generation_prompt=False))
+    except InvalidMessages:
+        return ""
+    before, _, after = text.partition(mark)
+    return "" if mark in after else _without_part_closing(before, after)
+
+
+def _marked_forms(turn: Message, mark: str) -> Iterator[tuple[dict[str, Any], bool, tuple[str, ...]]]:
+    """The turn with the marker as the last text written, and other forms to try if that is not printed.
+
+    The marker is in the arguments of a tool call, of the last one if that is printed, or at the end of the
+    content. Yields each form with `Marked.replaced`, and with notes on what the template does not print.
+    """
+    calls = turn.get("tool_calls") or []
+    for index in reversed(range(len(calls))):
+        # GPT-OSS prints the first call only
+        notes = (TURN_NOT_PRINTED,) if index < len(calls) - 1 else ()
+        call, replaced = _marked_call(calls[index], mark)
+        yield {**turn, "tool_calls": [*calls[:index], call, *calls[index + 1 :]]}, replaced, notes
+    content = turn.get("content")
+    notes = (TURN_NOT_PRINTED,) if calls else ()
+    if isinstance(content, str) and content:
+        yield {**turn, "content": content + mark}, False, notes
+    elif isinstance(content, list) and content:
+        last = content[-1]
+        if isinstance(last, Mapping) and isinstance(last.get("text"), str):
+            yield {**turn, "content": [*content[:-1], {**last, "text": last["text"] + mark}]}, False, notes
+        yield {**turn, "content": [*content, {"type": "text", "text": mark}]}, True, notes
+    yield {**turn, "content": mark}, bool(content), notes or ((TURN_NOT_PRINTED,) if content else ())
+
+
+def _marked_call(call: Mapping[str, Any], mark: str) -> tuple[dict[str, Any], bool]:
+    """A call with the marker at the end of its last argument that is text, or as one more argument."""
+    arguments = arguments_of(call["function"])
+    texts = [name for name, value in arguments.items() if isinstance(value, str)]
+    marked = {**arguments, texts[-1]: arguments[texts[-1]] + mark} if texts else {**arguments, "q": mark}
+    return {**call, "function": {**call["function"], "arguments": marked}}, not texts
+
+
+def _reduced_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    if call["function"].get("arguments") in (None, "", "{}", {}):
+        return {**call, "function": {**call["function"], "arguments": {}}}
+    return with_argument(call, ".")
+
+
+def _without_part_closing(before: str, after: str) -> str:
+    """The text after a turn, also where its content is printed as a list of parts.
+
+    The model wrote the text alone, without the end of the list.
+    """
+    for opening, closing in _PARTS:
+        if after.startswith(closing) and before.rfind(opening) > before.rfind(closing):
+            return after[len(closing) :]
+    return after
+
+
+def _around_new_texts(template: Template, marked: Append, marks: Marks) -> tuple[str, str]:
+    """The text between the turn and the first new text, and the text after the last one.
+
+    Both are from a rendering with markers as the new texts.
+
+    Raises:
+        TemplateUnsupported: a new text is not printed exactly once after the turn, or text of the turn is
+            printed after it.
+    """
+    turn = dict(marked.turn)
+    if turn.get("tool_calls") and turn.get("content") and marks.turn not in repr(turn["content"]):
+        turn["content"] = marks.content
+    words: dict[str, int] = {}
+    blank: list[str] = []
+    messages = [with_marks(message, index, marks, words, blank) for index, message in enumerate(marked.new)]
+    try:
+        whole = template.text([*marked.context[:-1], turn, *messages], marked.options)
+    except InvalidMessages as error:
+        raise TemplateUnsupported(
+            f"the template does not take other text in the place of a new message: {error}"
+        ) from error
+    before, found, after = whole.partition(marks.turn)
+    if not found:
+        raise TemplateUnsupported("whether the template prints a turn depends on the text after it")
+    if marks.content in after:
+        raise TemplateUnsupported("the template prints the content of a turn after its tool calls")
+    for word, index in words.items():
+        if word in before or after.count(word) != 1:
+            times = before.count(word) + after.count(word)
+            where = "before the turn" if word in before else f"{times} times"
+            raise TemplateUnsupported(
+                f"the template prints new message {index} ({marked.new[index].get('role')}) {where}"
+            )
+    after = _without_part_closing(before, after)
+    printed = [
+        (after.index(word), after.index(word) + len(word)) for word in [*words, *blank] if word in after
+    ]
+    if not printed:
+        return after, ""
+    return after[: min(printed)[0]], after[max(printed)[1] :]
+
+
+def turn_context(turn: Message) -> list[dict[str, Any]]:
+    """Reduce a conversation to a user message and its last turn, with placeholder text.
+
+    The turn keeps the names and ids of its tool calls, whether they have arguments, and which kinds of
+    content it has. Conversations with equal contexts share one rendering.
+    """
+    content = turn.get("content")
+    reduced: dict[str, Any] = {"role": "assistant", "content": "." if has_text(content) else content}
+    if turn.get("reasoning") or turn.get("reasoning_content"):
+        reduced["reasoning"] = "."
+    if calls := turn.get("tool_calls"):
+        reduced["tool_calls"] = [_reduced_call(call) for call in calls]
+    return [PLACEHOLDER_USER, reduced]
+
+
+def placeholder_context(new: Sequence[Message]) -> list[dict[str, Any]]:
+    """A user message and a turn that new messages could follow: it calls a tool for each leading result."""
+    leading = next((i for i, message in enumerate(new) if message.get("role") != "tool"), len(new))
+    turn: dict[str, Any] = {"role": "assistant", "content": "" if leading else "."}
+    calls = []
+    for index, result in enumerate(new[:leading]):
+        function = {"name": result.get("name") or "alpha", "arguments": {"q": "."}}
+        call_id = result.get("tool_call_id") or f"call{index:05}"
+        calls.append({"id": call_id, "type": "function", "function": function})
+    if calls:
+        turn["tool_calls"] = calls
+    return [PLACEHOLDER_USER, turn]
