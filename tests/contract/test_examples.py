@@ -31,7 +31,7 @@ def test_every_example_is_tested_and_in_the_readme() -> None:
 
 @every_example
 def test_example_imports_only_public_packages(name: str) -> None:
-    imported = re.findall(r"(?m)^(?:from|import) (proxy\.\w+|\w+)", (_FOLDER / name).read_text())
+    imported = re.findall(r"(?m)^(?:from|import) (tokenproxy\.\w+|\w+)", (_FOLDER / name).read_text())
     assert set(imported) - sys.stdlib_module_names <= {"openai", "tokenproxy.client", "chat_tokenizer"}
 
 
