@@ -1,6 +1,8 @@
 """The command line: help, flags, errors of one line, and the command as it is installed."""
 
+import os
 import re
+import subprocess
 import sys
 from importlib.metadata import entry_points, version
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
+from tests.support.child_environment import python_path_without_torch
 from tokenproxy.cli.main import main
 from tokenproxy.settings import Settings
 
@@ -115,3 +118,13 @@ def test_error_without_vllm_names_what_to_install(monkeypatch: pytest.MonkeyPatc
 def test_the_command_is_installed() -> None:
     [script] = entry_points(group="console_scripts", name="tokenproxy")
     assert script.load() is main
+
+
+def test_files_of_the_working_directory_do_not_replace_the_package(tmp_path: Path) -> None:
+    for name in ("proxy", "tokenization"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported by mistake')\n")
+    command = [sys.executable, "-m", "tokenproxy", "--version"]
+    environment = {**os.environ, "PYTHONPATH": python_path_without_torch()}
+    assert subprocess.check_output(command, cwd=tmp_path, env=environment, text=True).startswith(
+        "tokenproxy "
+    )
