@@ -41,9 +41,11 @@ def make_store(url: str, limits: Limits) -> Store:
 
 
 def _path(rest: str) -> Path | None:
-    """`///absolute` or `relative`; None for a host, and for no path."""
+    """`///absolute`, `///~/of/the/user` or `relative`; None for a host, and for no path."""
     if rest.startswith("//"):
         rest = rest[2:]
         if not rest.startswith("/"):
             return None
+        rest = rest.lstrip("/")
+        rest = rest if rest.startswith("~") else f"/{rest}"
     return Path(rest).expanduser().absolute() if rest.strip("/") else None

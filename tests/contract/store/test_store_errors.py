@@ -33,6 +33,18 @@ def test_urls(url: str, kind: type[Store]) -> None:
 
 
 @pytest.mark.parametrize(
+    "url, file",
+    [
+        ("sqlite:///a/b.db", Path("/a/b.db")),
+        ("sqlite:////a/b.db", Path("/a/b.db")),
+        ("sqlite:///~/b.db", Path.home() / "b.db"),
+    ],
+)
+def test_paths(url: str, file: Path) -> None:
+    assert make_store(url, Limits()).file == file  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
     "url", ["", "memory:x", "sqlite:///", "sqlite://host/x.db", "mysql://u:secret@host/db"]
 )
 def test_unknown_urls(url: str) -> None:
