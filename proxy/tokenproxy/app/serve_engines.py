@@ -284,7 +284,7 @@ def _start(arguments: EngineArguments, url: str) -> "subprocess.Popen[bytes]":
 
 def _command(arguments: EngineArguments, url: str) -> list[str]:
     host, _, port = url.removeprefix("http://").rpartition(":")
-    command = ["tokenproxy.cli.main", "vllm"] if arguments.plugin else ["vllm.entrypoints.cli.main", "serve"]
+    command = ["tokenproxy", "vllm"] if arguments.plugin else ["vllm.entrypoints.cli.main", "serve"]
     address = ["--host", host, "--port", port]
     python = [sys.executable, "-m"]
     started = [*python, *command, arguments.model, *address, *arguments.flags]

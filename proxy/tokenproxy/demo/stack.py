@@ -210,7 +210,7 @@ class EngineProcess:
         return "127.0.0.1" if self._host in ("", "0.0.0.0") else self._host
 
     def _command(self) -> list[str]:
-        module = ["tokenproxy.cli.main", "vllm"] if self._plugin else ["tokenproxy.app.vllm_launcher"]
+        module = ["tokenproxy", "vllm"] if self._plugin else ["tokenproxy.app.vllm_launcher"]
         return [
             *(sys.executable, "-m", *module, str(self._model)),
             *("--host", self._host, "--port", str(self._port)),
