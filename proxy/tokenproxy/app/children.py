@@ -109,7 +109,7 @@ def main() -> None:
     )
     threading.Thread(target=_end_with_parent, args=[command.pid], daemon=True).start()
     code = command.wait()
-    end_group(command.pid, GRACE_S)  # what it leaves behind, as a worker that holds a GPU
+    end_group(command.pid, GRACE_S)  # its own processes too: a worker would keep the GPU
     sys.exit(code)
 
 

@@ -51,7 +51,7 @@ class StoreError(Exception):
     """At which a caller logs it."""
 
     def report(self, metrics: "Metrics", consequence: str) -> None:
-        """Count and log that a caller goes on without the store."""
+        """Count and log the failure; the caller continues without the store."""
         metrics.store_errors.inc()
         log.log(self.level, "%s: %s", consequence, self)
 

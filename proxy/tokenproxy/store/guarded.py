@@ -220,7 +220,7 @@ class GuardedStore:
                 # what is cancelled may be done all the same; to write it again then changes nothing
                 error = failure
                 self._metrics.store_errors.inc()
-            except Exception:  # only to count it, whatever it is: the caller handles it
+            except Exception:  # counted here, and raised again for the caller
                 self._count_lost(record, "refused")
                 raise
         if not self._waiting.put(record):
