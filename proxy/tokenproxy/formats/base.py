@@ -39,7 +39,7 @@ class SessionFields:
     """Replace the fields of the request."""
 
 
-class Dialect(Protocol):
+class Format(Protocol):
     """One wire format of a turn."""
 
     path: ClassVar[str] = ""
@@ -99,7 +99,7 @@ def chat_request(
 
     Args:
         fields: the chat completion, with the session's fields applied.
-        more: fields of `ChatRequest` that the dialect sets itself.
+        more: fields of `ChatRequest` that the format sets itself.
     """
     thinking = _take_thinking_policy(fields)
     special, rendering, model = _special(fields), Rendering(), None

@@ -12,7 +12,7 @@ from tokenproxy.base.types import Fields
 from tokenproxy.engine.token_in import CHAT_PATH
 from tokenproxy.formats.base import (
     IDS,
-    Dialect,
+    Format,
     SessionFields,
     apply_session,
     chat_request,
@@ -33,14 +33,14 @@ _TRUE = msgspec.Raw(b"true")
 _MESSAGES = {"type": "array", "items": {"type": "object"}}
 
 
-class ChatDialect(Dialect):
+class ChatFormat(Format):
     """A chat completion or its stream of chunks, with ids and logprobs if the client requests them."""
 
     path: ClassVar[str] = CHAT_PATH
     summary: ClassVar[str] = "Chat completion, token-exact over turns"
 
     def parse(self, request: Request, session: SessionFields | None) -> ChatRequest:
-        """See `Dialect.parse`."""
+        """See `Format.parse`."""
         fields = parse(request.body)
         visible = visible_of(fields)
         apply_session(fields, session)
@@ -50,7 +50,7 @@ class ChatDialect(Dialect):
         return chat_request(request, fields, session, visible, required_prefix=prefix)
 
 
-class TokensDialect(Dialect):
+class TokensFormat(Format):
     """Accepts ids, or messages for a first turn; the response holds ids unless the request disables them."""
 
     path: ClassVar[str] = "/v1/chat/completions/tokens"
@@ -76,7 +76,7 @@ class TokensDialect(Dialect):
     )
 
     def parse(self, request: Request, session: SessionFields | None) -> ChatRequest:
-        """See `Dialect.parse`."""
+        """See `Format.parse`."""
         fields = parse_with_ids(request.body)
         if raw_value(fields, "return_token_ids") is None:
             fields["return_token_ids"] = _TRUE

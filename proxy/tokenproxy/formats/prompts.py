@@ -13,7 +13,7 @@ from tokenproxy.base.request import EVERYTHING, ChatRequest, EngineRoute, GivenI
 from tokenproxy.base.types import Fields
 from tokenproxy.formats.base import (
     IDS,
-    Dialect,
+    Format,
     SessionFields,
     apply_session,
     request_body,
@@ -37,7 +37,7 @@ _KIND_OF_LIST = re.compile(rb"\[\s*(.)", re.DOTALL)
 _split = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
-class CompletionsDialect(Dialect):
+class CompletionsFormat(Format):
     """Completions of one prompt or many, with ids and log-probabilities if the client requests them."""
 
     path: ClassVar[str] = EngineRoute.COMPLETIONS.value
@@ -45,7 +45,7 @@ class CompletionsDialect(Dialect):
     openapi: ClassVar[dict[str, Any]] = request_body("The fields of a vLLM completion.", {"prompt": _PROMPT})
 
     def parse(self, request: Request, session: SessionFields | None) -> ChatRequest:
-        """See `Dialect.parse`."""
+        """See `Format.parse`."""
         fields = parse(request.body)
         visible = visible_of(fields, logprobs=raw_value(fields, "logprobs") is not None)
         apply_session(fields, session)
@@ -61,7 +61,7 @@ class CompletionsDialect(Dialect):
         )
 
 
-class GenerateDialect(Dialect):
+class GenerateFormat(Format):
     """Ids sampled after given ids, with weight versions and sampling masks where the engine returns them.
 
     vLLM serves this route if it runs with `--enable-scale-out`.
@@ -74,7 +74,7 @@ class GenerateDialect(Dialect):
     )
 
     def parse(self, request: Request, session: SessionFields | None) -> ChatRequest:
-        """See `Dialect.parse`."""
+        """See `Format.parse`."""
         fields = parse(request.body)
         given = read(fields, "sampling_params", Fields) or {}
         visible = visible_of(fields, logprobs=raw_value(given, "logprobs") is not None)

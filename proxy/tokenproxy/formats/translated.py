@@ -13,13 +13,13 @@ from tokenproxy.engine.sse import split_events
 from tokenproxy.record.completion import Completion
 from tokenproxy.record.echo import Signer, TurnTokens
 from tokenproxy.turn import wire
-from tokenproxy.turn.answer import Answer
+from tokenproxy.turn.answer import StreamedAnswer
 from tokenproxy.turn.usual_chunk import Piece, UsualChunk
 
 _EVENTS: Headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
-class Translation(Answer):
+class Translation(StreamedAnswer):
     """Writes one response in a wire format, which has one output: of several choices, the first."""
 
     keep_alive = b": keep-alive\n\n"
@@ -55,7 +55,7 @@ class Translation(Answer):
         return self.message(choice)
 
     def event(self, event: bytes, usual: UsualChunk | None, read: Piece | wire.Parsed) -> bytes:
-        """See `Answer.event`. Raises EngineBroken."""
+        """See `StreamedAnswer.event`. Raises EngineBroken."""
         if self._ended:
             return b""
         if isinstance(read, Piece):
@@ -88,7 +88,7 @@ class Translation(Answer):
         return self.start()
 
     def end(self) -> bytes:
-        """See `Answer.end`. Raises EngineBroken."""
+        """See `StreamedAnswer.end`. Raises EngineBroken."""
         if self._ended:
             return b""
         beginning = b"" if self.begun else self.begin()

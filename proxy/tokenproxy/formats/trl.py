@@ -27,7 +27,6 @@ from tokenproxy.formats.prompt_fields import checked_ids
 from tokenproxy.record.completion import Completion
 from tokenproxy.turn import wire
 from tokenproxy.turn.answer import Answer
-from tokenproxy.turn.usual_chunk import Piece, UsualChunk
 
 _DEFAULTS: Mapping[str, Any] = {
     **{"n": 1, "repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0},
@@ -210,14 +209,6 @@ class TrlAnswer(Answer):
             self.logprobs.append(raw([[logprob for _, logprob in top] for top in ranked]))
             self.logprob_ids.append(raw([[token for token, _ in top] for top in ranked]))
         return b""
-
-    def event(self, event: bytes, usual: UsualChunk | None, read: Piece | wire.Parsed) -> bytes | None:
-        """See `Answer.event`: these routes do not stream."""
-        raise NotImplementedError
-
-    def end(self) -> bytes:
-        """See `Answer.end`: these routes do not stream."""
-        raise NotImplementedError
 
 
 def batch_body(answers: Sequence[TrlAnswer]) -> bytes:

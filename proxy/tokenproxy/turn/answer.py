@@ -1,18 +1,46 @@
-"""What a client gets of a turn, written from what was read of the engine's response for the record."""
+"""What a client gets of a turn, written from what was read of the engine's response for the record.
+
+`Redactor` writes the engine's own format. The proxy always requests ids, log-probabilities and usage from the
+engine. A client that requested them too gets the engine's own bytes; for other clients these fields are null,
+and chunks that hold nothing else are not sent. `tokenproxy.formats.translated` writes other formats.
+"""
 
 from abc import ABC, abstractmethod
+from typing import Any
+
+import msgspec
 
 from tokenproxy.base.errors import ApiError
+from tokenproxy.base.fields import NULL, is_null, raw, raw_value
+from tokenproxy.base.request import EngineRoute, Visible
+from tokenproxy.base.types import Fields
+from tokenproxy.engine.sse import data_event, event_data, replace_data
 from tokenproxy.record.completion import Completion
 from tokenproxy.turn import wire
+from tokenproxy.turn.cut import LOGPROBS_MARK, REFUSALS, Cut
+from tokenproxy.turn.required_prefix import with_ids
 from tokenproxy.turn.usual_chunk import Piece, UsualChunk
 
 DONE = b"[DONE]"
 """The data of the event that ends a stream; it is not a chunk."""
+_NULL = msgspec.Raw(NULL)
+_PROMPT = "prompt_token_ids"
+_IDS_IN_CHOICE = {
+    EngineRoute.CHAT: ("token_ids",),
+    EngineRoute.COMPLETIONS: ("token_ids", _PROMPT),
+    EngineRoute.GENERATE: (),
+}
+"""The fields of a choice that hold ids which clients may request; generate always returns the sampled ids."""
+_OF_PROMPT = (_PROMPT, "mm_placeholders")
+"""Fields of a response of generate that `return_token_ids` requests."""
+_REASONING = frozenset({"reasoning", "reasoning_content"})
+
+_decode_object = msgspec.json.Decoder(Fields).decode
+_decode_objects = msgspec.json.Decoder(list[Fields]).decode
 
 
 class Answer(ABC):
-    """Writes one response. It reads either one completion, or chunks and then their end."""
+    """Writes one response, from one completion."""
 
     reads_tokens = False
     """Whether it needs the tokens of log-probabilities."""
@@ -27,6 +55,13 @@ class Answer(ABC):
             parsed: the completion, of which `body` is the JSON.
             read: what was read of it for the record.
         """
+
+    async def settle(self) -> None:  # noqa: B027 - most formats have nothing to do
+        """Do what must be done before the client gets the end of the response, such as to store it."""
+
+
+class StreamedAnswer(Answer):
+    """Writes one response, from one completion or from chunks and then their end."""
 
     @abstractmethod
     def event(self, event: bytes, usual: UsualChunk | None, read: Piece | wire.Parsed) -> bytes | None:
@@ -46,5 +81,153 @@ class Answer(ABC):
         """The events of a stream that cannot be completed, before the error event that every route has."""
         return b""
 
-    async def settle(self) -> None:  # noqa: B027 - most formats have nothing to do
-        """Do what must be done before the client gets the end of the response, such as to store it."""
+
+class Redactor(StreamedAnswer):
+    """Redacts a whole completion, or a stream chunk by chunk."""
+
+    def __init__(self, visible: Visible, route: EngineRoute = EngineRoute.CHAT) -> None:
+        self._visible = visible
+        self._route = route
+
+    def whole(self, parsed: wire.Parsed, body: bytes, read: Completion) -> bytes:
+        """See `Answer.whole`."""
+        visible = self._visible
+        if visible.everything and not visible.on_messages:
+            return body
+        fields = _decoded(parsed.cut)
+        choices = _choices(fields)
+        if self._route is EngineRoute.GENERATE and not visible.ids:
+            fields |= {name: _NULL for name in _OF_PROMPT if name in fields}
+        if visible.on_messages and read.prompt_ids is not None:
+            for choice, sampled in zip(choices or (), read.choices, strict=False):
+                message = _object(raw_value(choice, "message") or NULL) if isinstance(choice, dict) else None
+                if isinstance(message, dict):
+                    choice["message"] = raw(with_ids(message, read.prompt_ids, sampled))
+        return self._redacted(fields, choices, parsed.cut)
+
+    def event(self, event: bytes, usual: UsualChunk | None, read: Piece | wire.Parsed) -> bytes | None:
+        """See `StreamedAnswer.event`. Raises EngineBroken if its data is not a JSON object."""
+        if self._visible.every_chunk:
+            return event
+        if usual is not None and (redacted := usual.redacted(self._visible)) is not None:
+            return redacted
+        if isinstance(read, wire.Parsed):
+            shown = self.chunk(read.cut)
+        else:
+            shown = self.chunk(Cut(event_data(event) or b""))
+        return None if shown is None else replace_data(event, shown)
+
+    def chunk(self, cut: Cut) -> bytes | None:
+        """A chunk of any shape with the fields that the client requested; None if it holds none of them."""
+        fields = _decoded(cut)
+        choices = _choices(fields)
+        if raw_value(fields, "error") is None and choices is not None and not self._shows(choices):
+            return None
+        if choices and not self._visible.running_usage:
+            fields.pop("usage", None)
+        if self._route is EngineRoute.GENERATE and choices:
+            fields.setdefault("usage", _NULL)
+            if not self._visible.ids:
+                for name in _OF_PROMPT:
+                    fields.pop(name, None)
+        return self._redacted(fields, choices, cut)
+
+    def end(self) -> bytes:
+        """See `StreamedAnswer.end`."""
+        return data_event(DONE)
+
+    def _shows(self, choices: list[Any]) -> bool:
+        """Whether a chunk holds anything that the client requested."""
+        if not choices:
+            return self._visible.usage
+        if self._route is not EngineRoute.CHAT:
+            return True  # these routes send no chunk only for evidence
+        evidence = self._visible.ids or self._visible.logprobs
+        return evidence or any(_holds_more(choice, self._visible.reasoning) for choice in choices)
+
+    def _redacted(self, fields: Fields, choices: list[Any] | None, cut: Cut) -> bytes:
+        """A completion or chunk as JSON with the fields that the client requested.
+
+        Args:
+            choices: its parsed choices; None if they have an odd shape.
+        """
+        ids, logprobs = self._visible.ids, self._visible.logprobs
+        if _PROMPT in fields and not ids:
+            fields[_PROMPT] = _NULL
+        elif cut.prompt is not None:
+            fields[_PROMPT] = msgspec.Raw(cut.prompt)
+        if not choices:
+            return msgspec.json.encode(fields)
+        for choice in choices:
+            if not isinstance(choice, dict):
+                continue
+            if not ids:
+                choice |= {name: _NULL for name in _IDS_IN_CHOICE[self._route] if name in choice}
+            elif cut.ids is not None:
+                choice["token_ids"] = msgspec.Raw(cut.ids)
+            if not logprobs and "logprobs" in choice:
+                choice["logprobs"] = _NULL
+            elif cut.logprobs is not None:
+                marked = bytes(choice["logprobs"])
+                choice["logprobs"] = msgspec.Raw(marked.replace(LOGPROBS_MARK, cut.logprobs, 1))
+            if not self._visible.reasoning:
+                _hide_reasoning(choice)
+        return msgspec.json.encode({**fields, "choices": choices})
+
+
+def _holds_more(choice: Fields | msgspec.Raw, reasoning: bool) -> bool:
+    """Whether a piece of a choice holds fields other than evidence."""
+    if isinstance(choice, msgspec.Raw) or raw_value(choice, "finish_reason") is not None:
+        return True
+    delta = raw_value(choice, "delta") or b"{}"
+    if reasoning:
+        return delta.strip(b"{} \t\r\n") != b""
+    fields = _object(delta)
+    return bool(fields.keys() - _REASONING) if isinstance(fields, dict) else True
+
+
+def _hide_reasoning(choice: dict[str, Any]) -> None:
+    for name in ("message", "delta"):
+        data = raw_value(choice, name)
+        message = None if data is None else _object(data)
+        if not isinstance(message, dict):
+            continue
+        hidden = {key: _NULL if key in _REASONING else value for key, value in message.items()}
+        if name == "delta":  # a delta holds only the fields that change
+            hidden = {key: value for key, value in hidden.items() if not is_null(value)}
+        choice[name] = hidden
+
+
+# --- parsing
+
+
+def _decoded(cut: Cut) -> Fields:
+    """The fields of a completion or chunk. Raises EngineBroken."""
+    fields = _object(cut.rest)
+    if not isinstance(fields, dict):
+        raise wire.no_completion()
+    return fields
+
+
+def _choices(fields: Fields) -> list[Any] | None:
+    """The fields of each choice, or its bytes if it is not an object. None if the choices are not a list."""
+    data = raw_value(fields, "choices") or b"[]"
+    try:
+        return _decode_objects(data)
+    except REFUSALS:
+        choices = wire.parse_leniently(data)
+        return [_fields(choice) for choice in choices] if isinstance(choices, list) else None
+
+
+def _object(data: bytes) -> Fields | msgspec.Raw:
+    """The fields of an object, each still JSON; for another value, its JSON."""
+    try:
+        return _decode_object(data)
+    except REFUSALS:
+        return _fields(wire.parse_leniently(data))
+
+
+def _fields(value: Any) -> Fields | msgspec.Raw:
+    if not isinstance(value, dict):
+        return wire.dump(value)
+    return {wire.encodable(name): wire.dump(item) for name, item in value.items()}

@@ -15,10 +15,9 @@ from tokenproxy.fleet.weight_tags import unknown
 from tokenproxy.record.completion import Batch, Completion
 from tokenproxy.record.plan import prompt_of
 from tokenproxy.turn import wire
-from tokenproxy.turn.answer import Answer
+from tokenproxy.turn.answer import Answer, Redactor, StreamedAnswer
 from tokenproxy.turn.observed import add_prompt_headers, count_plan
 from tokenproxy.turn.reader import read_completion
-from tokenproxy.turn.redactor import Redactor
 from tokenproxy.turn.required_prefix import PrefixRefused
 from tokenproxy.turn.sending import plan_turn
 from tokenproxy.turn.services import Services
@@ -70,7 +69,7 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
         batch = turn.batch()
         if plan.placement.conversation is not None:
             answer.turn_id = plan.placement.turn_id
-        if is_event_stream(response.headers):
+        if is_event_stream(response.headers) and isinstance(answer, StreamedAnswer):
             await recording.announce()
             return RecordedStream(
                 *(response, answer, recording, batch, attempt.hand_over(), stack.pop_all(), tag),

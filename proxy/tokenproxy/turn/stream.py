@@ -14,7 +14,7 @@ from tokenproxy.record.plan import prompt_of
 from tokenproxy.record.recorder import Recording
 from tokenproxy.record.retries import KEPT_BYTES, Attempt
 from tokenproxy.turn import wire
-from tokenproxy.turn.answer import DONE, Answer
+from tokenproxy.turn.answer import DONE, StreamedAnswer
 from tokenproxy.turn.reader import StreamReader
 from tokenproxy.turn.usual_chunk import Piece, UsualChunk
 
@@ -35,7 +35,7 @@ class RecordedStream:
     def __init__(
         self,
         response: Response,
-        answer: Answer,
+        answer: StreamedAnswer,
         recording: Recording,
         batch: Batch | None,
         attempt: Attempt,

@@ -7,7 +7,7 @@ vLLM writes such a chunk without white space, and its fields in a fixed order:
      "top_logprobs":[]}]},"finish_reason":null,"token_ids":[74]}],"usage":{"prompt_tokens":9, ...}}
 
 A pattern describes the whole chunk from its first byte to its last, so that nothing in a string can be taken
-for a field. It matches only valid JSON. Every other chunk is parsed: see `reader`, `redactor`.
+for a field. It matches only valid JSON. Every other chunk is parsed: see `reader`, `answer`.
 """
 
 import re

@@ -10,7 +10,7 @@ from tokenproxy.base.media import media_kind
 from tokenproxy.base.request import ChatRequest
 from tokenproxy.engine.protocol import fetch
 from tokenproxy.fleet.replica import Replica
-from tokenproxy.formats.messages.dialect import FleetTemplate, MessagesDialect
+from tokenproxy.formats.messages.format import MessagesFormat
 from tokenproxy.record.plan import Extended
 from tokenproxy.turn.sending import plan_turn
 from tokenproxy.turn.services import Services
@@ -34,14 +34,11 @@ class CountTokens(Route):
     path = _PATH
     summary = "Number of ids of a message's prompt"
 
-    def __init__(self) -> None:
-        self._template = FleetTemplate()
-
     async def answer(self, request: Request, services: Services, /) -> Response:
         """`{"input_tokens"}`: of a recorded conversation its own ids, else what the engine renders."""
         session = await session_fields(request, services)
-        dialect = MessagesDialect(await self._template.facts(services))
-        chat = await parsed(request, services, lambda: dialect.parse_count(request, session))
+        messages = MessagesFormat(await services.fleet.served_model())
+        chat = await parsed(request, services, lambda: messages.parse_count(request, session))
         chat = await services.model_aliases.map(chat, services.fleet)
         chat = await services.history.echoes.resolve(chat)
         count = await _recorded(chat, services)

@@ -6,15 +6,15 @@ import msgspec
 
 from tokenproxy.base.errors import BadRequest, NotFound
 from tokenproxy.base.http import Request, Response, json_response, query_value
-from tokenproxy.formats.responses.dialect import COMPACT_PATH, PATH, ResponsesDialect
-from tokenproxy.formats.responses.ids import is_response_id
+from tokenproxy.formats.responses.format import COMPACT_PATH, PATH, ResponsesFormat
+from tokenproxy.formats.responses.items import is_response_id
 from tokenproxy.formats.responses.records import ResponseRecord, recall
 from tokenproxy.formats.responses.request import read_request
 from tokenproxy.record.store import DOCUMENTS, StoreError, session_id
 from tokenproxy.turn.services import Services
 from tokenproxy.web.base import Route, StoreRoute, parsed
 from tokenproxy.web.scopes import KeyScope
-from tokenproxy.web.turns import serve_dialect
+from tokenproxy.web.turns import serve_format
 
 _RENAMED = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 """Names of fields of a chat completion to those of the request that it was made of."""
@@ -31,9 +31,9 @@ class Responses(Route):
         """A response of OpenAI's Responses, whole or as a stream of events."""
         asked = await parsed(request, services, lambda: read_request(request.body, compact=self._compact))
         stored = _Stored(request, services)
-        dialect = ResponsesDialect(asked, await recall(asked, stored.read), stored.keep)
+        wire_format = ResponsesFormat(asked, await recall(asked, stored.read), stored.keep)
         try:
-            return await serve_dialect(dialect, request, services)
+            return await serve_format(wire_format, request, services)
         except BadRequest as error:
             error.param = _RENAMED.get(error.param or "", error.param)
             raise

@@ -1,7 +1,8 @@
 """The routes of a turn: one for each wire format."""
 
 from tokenproxy.base.http import Request, Response
-from tokenproxy.formats.base import Dialect
+from tokenproxy.formats.base import Format
+from tokenproxy.formats.messages.format import MessagesFormat
 from tokenproxy.formats.translated import serve_early, translated_error
 from tokenproxy.turn.serve import serve_turn
 from tokenproxy.turn.services import Services
@@ -15,28 +16,36 @@ _SILENCE_S = 15.0
 class TurnRoute(Route):
     """Serves the turns of one wire format."""
 
-    def __init__(self, dialect: Dialect) -> None:
-        self._dialect = dialect
-        self.path = dialect.path  # type: ignore[misc]
-        self.summary = dialect.summary  # type: ignore[misc]
-        self.openapi = dialect.openapi  # type: ignore[misc]
+    def __init__(self, wire_format: Format) -> None:
+        self._format = wire_format
+        self.path = wire_format.path  # type: ignore[misc]
+        self.summary = wire_format.summary  # type: ignore[misc]
+        self.openapi = wire_format.openapi  # type: ignore[misc]
 
     @property
     def description(self) -> str:
         """What the OpenAPI page shows."""
-        return type(self._dialect).__doc__ or ""
+        return type(self._format).__doc__ or ""
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """The response to one turn."""
-        return await serve_dialect(self._dialect, request, services)
+        return await serve_format(self._format, request, services)
 
 
-async def serve_dialect(dialect: Dialect, request: Request, services: Services) -> Response:
-    """Respond to a request in a dialect, which may be one of this request alone. Raises ApiError."""
+class MessagesRoute(TurnRoute):
+    """Serves turns that are converted for the fleet's chat template."""
+
+    async def answer(self, request: Request, services: Services, /) -> Response:
+        """The message, or the events of its stream."""
+        return await serve_format(MessagesFormat(await services.fleet.served_model()), request, services)
+
+
+async def serve_format(wire_format: Format, request: Request, services: Services) -> Response:
+    """Respond to a request in a wire format, which may be one of this request alone. Raises ApiError."""
     session = await session_fields(request, services)
-    chat = await parsed(request, services, lambda: dialect.parse(request, session))
+    chat = await parsed(request, services, lambda: wire_format.parse(request, session))
     chat = await services.model_aliases.map(chat, services.fleet)
-    translation = dialect.translation(chat)
+    translation = wire_format.translation(chat)
     if translation is None:
         return await serve_turn(chat, services)
     translation.signer, translation.tenant = await services.history.echoes.signer(), chat.tenant

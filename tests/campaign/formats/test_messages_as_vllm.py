@@ -14,7 +14,7 @@ from tests.support.message_shapes import SHAPES, assistant, user
 from tests.support.templates.families import template_files
 from tests.unit.formats.messages.test_conversation import CASES as CONVERSATIONS
 from tokenproxy.formats.messages.conversation import chat_messages
-from tokenproxy.formats.messages.dialect import chat_options
+from tokenproxy.formats.messages.format import chat_options
 from tokenproxy.formats.messages.request import read_turn
 
 _TEMPLATES = template_files()

@@ -7,7 +7,7 @@ from tokenproxy.base.request import Visible
 from tokenproxy.engine.sse import data_event, event_data
 from tokenproxy.record.completion import Batch, Completion
 from tokenproxy.turn import reader, wire
-from tokenproxy.turn.redactor import Redactor
+from tokenproxy.turn.answer import Redactor
 from tokenproxy.turn.usual_chunk import UsualChunk
 
 Body = dict[str, Any]

@@ -18,8 +18,8 @@ from tests.unit.turn.bodies import (
 from tokenproxy.base.request import Visible
 from tokenproxy.record.completion import Completion
 from tokenproxy.turn import reader, wire
+from tokenproxy.turn.answer import Redactor
 from tokenproxy.turn.cut import CUT_FROM_BYTES
-from tokenproxy.turn.redactor import Redactor
 
 _FILLER = "x" * CUT_FROM_BYTES
 _TRAPS = [

@@ -23,7 +23,7 @@ from tests.unit.turn.bodies import (
 from tokenproxy.base.request import Visible
 from tokenproxy.record.completion import Completion, SampledChoice
 from tokenproxy.record.turn import pack_ids, pack_logprobs
-from tokenproxy.turn.redactor import Redactor
+from tokenproxy.turn.answer import Redactor
 
 _SECRETS = range(2**30 + 2**29 + 54_321, 2**30 + 2**29 + 54_331)
 """Ids that stand nowhere but where an engine puts them."""

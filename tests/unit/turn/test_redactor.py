@@ -20,7 +20,7 @@ from tests.unit.turn.bodies import (
     whole_choice,
 )
 from tokenproxy.base.request import Visible
-from tokenproxy.turn.redactor import Redactor
+from tokenproxy.turn.answer import Redactor
 from tokenproxy.turn.usual_chunk import Piece
 
 _LOGPROBS = Visible(ids=False, logprobs=True)

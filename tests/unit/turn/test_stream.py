@@ -13,7 +13,7 @@ from tests.unit.turn.bodies import NOTHING, chunk, encoded, end, piece
 from tokenproxy.base.errors import EngineBroken
 from tokenproxy.fleet.weight_tags import WeightTag
 from tokenproxy.record.completion import Completion
-from tokenproxy.turn.redactor import Redactor
+from tokenproxy.turn.answer import Redactor
 from tokenproxy.turn.stream import RecordedStream
 
 _Block = bytes | float | Exception | asyncio.Event

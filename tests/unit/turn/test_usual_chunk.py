@@ -12,8 +12,8 @@ from tests.unit.turn.bodies import NOTHING, Body, StreamReader, encoded, redact_
 from tokenproxy.base.errors import EngineBroken
 from tokenproxy.base.request import Visible
 from tokenproxy.engine.sse import data_event, event_data
+from tokenproxy.turn.answer import Redactor
 from tokenproxy.turn.cut import Cut
-from tokenproxy.turn.redactor import Redactor
 from tokenproxy.turn.usual_chunk import UsualChunk
 
 _VISIBLE = [

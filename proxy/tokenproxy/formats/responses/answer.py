@@ -9,8 +9,7 @@ import msgspec
 from tokenproxy.base.error_formats import exceeds_context, openai_error, response_failure
 from tokenproxy.base.errors import ApiError, EngineBroken, Unavailable
 from tokenproxy.base.fields import raw_value
-from tokenproxy.formats.responses import ids
-from tokenproxy.formats.responses.items import Item
+from tokenproxy.formats.responses.items import Item, Names, input_item_id, response_id
 from tokenproxy.formats.responses.output import Event, Output, OutputOptions
 from tokenproxy.formats.responses.records import ResponseRecord, Summary
 from tokenproxy.formats.responses.request import ResponsesRequest
@@ -108,7 +107,7 @@ class ResponsesTranslation(Translation):
         return self._encoded([{"type": "response.failed", "response": response}])
 
     def broken(self, error: ApiError) -> bytes:
-        """See `Answer.broken`."""
+        """See `StreamedAnswer.broken`."""
         return b"" if self._ended else self.error_event(error.status, error.message, error.code)
 
     async def settle(self) -> None:
@@ -153,13 +152,13 @@ class ResponsesTranslation(Translation):
         return self._output
 
     @property
-    def _names(self) -> ids.Names:
-        return ids.Names(self.turn_id or self._named.removeprefix("resp_"), self.tokens)
+    def _names(self) -> Names:
+        return Names(self.turn_id or self._named.removeprefix("resp_"), self.tokens)
 
     @property
     def _named(self) -> str:
         """The id of the response: that of its turn, or a new one if it is not recorded."""
-        self._name = self._name or ids.response_id(self.turn_id or new_id())
+        self._name = self._name or response_id(self.turn_id or new_id())
         return self._name
 
     def _response(self, status: str, output: Sequence[Item]) -> Item:
@@ -275,7 +274,7 @@ def _kept_message(item: Item, response: str, index: int) -> Item:
     if isinstance(content, str):
         content = [{"type": "input_text", "text": content}]
     return {
-        "id": ids.input_item_id(response, index), "status": "completed", **item, "type": "message",
+        "id": input_item_id(response, index), "status": "completed", **item, "type": "message",
         "content": content,
     }  # fmt: skip
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tokenproxy.base.errors import EngineBroken
-from tokenproxy.formats.responses.ids import Names
-from tokenproxy.formats.responses.items import Item
+from tokenproxy.formats.responses.items import Item, Names
 from tokenproxy.formats.responses.request import Tools, unwrapped_input
 from tokenproxy.record.turn import new_id
 from tokenproxy.turn import wire

@@ -11,8 +11,15 @@ from typing import Any
 import msgspec
 
 from tokenproxy.base.errors import BadRequest
-from tokenproxy.formats.responses.ids import compaction_of, is_response_id, response_id, turn_of
-from tokenproxy.formats.responses.items import COMPACTIONS, Item, item_kind
+from tokenproxy.formats.responses.items import (
+    COMPACTIONS,
+    Item,
+    compaction_of,
+    is_response_id,
+    item_kind,
+    response_id,
+    turn_of,
+)
 from tokenproxy.formats.responses.request import ResponsesRequest
 
 Read = Callable[[Iterable[str]], Awaitable[dict[str, bytes]]]

@@ -10,7 +10,7 @@ from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.talk import user
 from tests.support.tiny_model import END, SPLIT
 from tokenproxy.formats.responses.answer import summary_message
-from tokenproxy.formats.responses.dialect import COMPACT_PROMPT
+from tokenproxy.formats.responses.format import COMPACT_PROMPT
 
 _SUMMARY = Reply(SPLIT, message={"content": " The user said hi.\n", "reasoning": "secret"})
 _TRIGGER = {"type": "compaction_trigger"}

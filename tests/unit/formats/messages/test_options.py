@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from tokenproxy.base.errors import BadRequest
-from tokenproxy.formats.messages.dialect import chat_options
+from tokenproxy.formats.messages.format import chat_options
 from tokenproxy.formats.messages.request import read_turn
 
 _HI = [{"role": "user", "content": "Hi"}]

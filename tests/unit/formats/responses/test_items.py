@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from tokenproxy.base.errors import BadRequest
-from tokenproxy.formats.responses.ids import Names
-from tokenproxy.formats.responses.items import as_input, messages_of
+from tokenproxy.formats.responses.items import Names, as_input, messages_of
 
 Item = dict[str, Any]
 ONE, TWO = "1" * 32, "2" * 32

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tokenproxy.base.errors import EngineBroken
-from tokenproxy.formats.responses.ids import Names
+from tokenproxy.formats.responses.items import Names
 from tokenproxy.formats.responses.output import Output, OutputOptions
 from tokenproxy.formats.responses.request import Tools
 

@@ -1,16 +1,15 @@
 """Parses a request in Anthropic's format to a chat turn, converted for the fleet's chat template."""
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import msgspec
 
-from chat_tokenizer import ChatTokenizer
 from tokenproxy.base.errors import BadRequest
 from tokenproxy.base.fields import is_null, raw
 from tokenproxy.base.http import Request
 from tokenproxy.base.request import ChatRequest
-from tokenproxy.formats.base import Dialect, SessionFields, apply_session, chat_request, number, visible_of
+from tokenproxy.fleet.model import FleetModel
+from tokenproxy.formats.base import Format, SessionFields, apply_session, chat_request, number, visible_of
 from tokenproxy.formats.messages.answer import MessagesTranslation
 from tokenproxy.formats.messages.conversation import chat_messages
 from tokenproxy.formats.messages.request import (
@@ -26,7 +25,6 @@ from tokenproxy.formats.messages.request import (
     read_turn,
 )
 from tokenproxy.formats.translated import Translation
-from tokenproxy.turn.services import Services
 
 _SAME_NAME = (
     *("model", "max_tokens", "temperature", "top_p", "top_k", "chat_template_kwargs", "cache_salt"),
@@ -36,56 +34,18 @@ _STREAM = {"include_usage": True, "continuous_usage_stats": True}
 _OBJECT = msgspec.Raw(b'"object"')
 
 
-@dataclass(frozen=True, slots=True)
-class TemplateFacts:
-    """What the conversion of a request depends on. The defaults are vLLM's for an unknown template."""
-
-    merges_system: bool = True
-    """Whether the template takes system messages at the start only."""
-    effort_without_thinking: str = "none"
-    """The reasoning effort for disabled thinking: `low` for templates that do not know `none`."""
-    max_model_len: int | None = None
-    """The model's context, in ids."""
-
-
-class FleetTemplate:
-    """The facts about the template of a fleet, whose replicas serve one model. Read once per tokenizer."""
-
-    def __init__(self) -> None:
-        self._tokenizer: ChatTokenizer | None = None
-        self._facts = TemplateFacts()
-
-    async def facts(self, services: Services) -> TemplateFacts:
-        """The facts about the template of the model that the fleet serves.
-
-        Raises:
-            EngineUnavailable: no replica responds.
-        """
-        served = await services.fleet.served_model()
-        model, tokenizer = served.capabilities.model, served.tokenizer
-        length = model.max_model_len if model else None
-        if tokenizer is None:
-            return TemplateFacts(max_model_len=length)
-        if tokenizer is not self._tokenizer or length != self._facts.max_model_len:
-            self._facts = await services.in_thread(
-                lambda: TemplateFacts(tokenizer.merges_system, tokenizer.effort_without_thinking, length)
-            )
-            self._tokenizer = tokenizer
-        return self._facts
-
-
-class MessagesDialect(Dialect):
+class MessagesFormat(Format):
     """A message of Anthropic's API, whole or as a stream of events; token-exact over turns."""
 
     path: ClassVar[str] = "/v1/messages"
     summary: ClassVar[str] = "Message of Anthropic's API, token-exact over turns"
 
-    def __init__(self, template: TemplateFacts | None = None) -> None:
-        """`template`: the facts about the fleet's template; None if they are not known."""
-        self._template = template or TemplateFacts()
+    def __init__(self, model: FleetModel | None = None) -> None:
+        """`model`: that of the fleet, for whose chat template requests are converted."""
+        self._model = model
 
     def parse(self, request: Request, session: SessionFields | None) -> ChatRequest:
-        """See `Dialect.parse`."""
+        """See `Format.parse`."""
         return self._chat_request(request, read_turn(request.body), session)
 
     def parse_count(self, request: Request, session: SessionFields | None) -> ChatRequest:
@@ -93,26 +53,30 @@ class MessagesDialect(Dialect):
         return self._chat_request(request, read_request(request.body), session)
 
     def translation(self, request: ChatRequest) -> Translation | None:
-        """See `Dialect.translation`."""
+        """See `Format.translation`."""
         return MessagesTranslation(request.client_model or "")
 
     def _chat_request(
         self, request: Request, parsed: MessagesRequest, session: SessionFields | None
     ) -> ChatRequest:
-        template = self._template
-        options = chat_options(parsed, template.effort_without_thinking)
+        served = self._model
+        template = served.tokenizer if served else None  # of an unknown one as vLLM's defaults
+        engine = served.capabilities.model if served else None
+        limit = engine.max_model_len if engine else None
+        options = chat_options(parsed, template.effort_without_thinking if template else "none")
         fields = {
             name: value if isinstance(value, msgspec.Raw) else raw(value) for name, value in options.items()
         }
-        conversation = chat_messages(parsed.system, parsed.messages, merges_system=template.merges_system)
+        merges = template.merges_system if template else True
+        conversation = chat_messages(parsed.system, parsed.messages, merges_system=merges)
         fields["messages"] = raw(conversation.messages)
         visible = visible_of(fields)
         apply_session(fields, session)
         # clients name the limits of other models. vLLM shortens an answer that does not fit after its prompt,
         # but refuses a limit over the whole context
         for name in ("max_tokens", "max_completion_tokens"):
-            if template.max_model_len is not None and (number(fields, name) or 0) > template.max_model_len:
-                fields[name] = raw(template.max_model_len)
+            if limit is not None and (number(fields, name) or 0) > limit:
+                fields[name] = raw(limit)
         return chat_request(request, fields, session, visible, tokens=conversation.signatures)
 
 
@@ -120,7 +84,8 @@ def chat_options(request: MessagesRequest, effort_without_thinking: str) -> dict
     """The chat fields besides `messages`.
 
     Args:
-        effort_without_thinking: the reasoning effort for disabled thinking; see `TemplateFacts`.
+        effort_without_thinking: the reasoning effort for disabled thinking: `low` for templates that do not
+            know `none`.
 
     Raises:
         BadRequest: a tool or the choice between tools is wrong.

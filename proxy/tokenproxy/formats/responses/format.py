@@ -4,7 +4,7 @@ from tokenproxy.base.errors import BadRequest
 from tokenproxy.base.fields import raw
 from tokenproxy.base.http import Request
 from tokenproxy.base.request import ChatRequest
-from tokenproxy.formats.base import Dialect, SessionFields, apply_session, chat_request, visible_of
+from tokenproxy.formats.base import Format, SessionFields, apply_session, chat_request, visible_of
 from tokenproxy.formats.responses.answer import CompactionTranslation, Keep, ResponsesTranslation
 from tokenproxy.formats.responses.items import Item, messages_of
 from tokenproxy.formats.responses.records import Recalled, resolved
@@ -23,7 +23,7 @@ Write that summary now, as plain text and without calling tools. Include:
 """The user message that asks for the summary."""
 
 
-class ResponsesDialect(Dialect):
+class ResponsesFormat(Format):
     """One request, with what was stored of its conversation."""
 
     def __init__(self, asked: ResponsesRequest, recalled: Recalled, keep: Keep) -> None:
@@ -34,7 +34,7 @@ class ResponsesDialect(Dialect):
         self._items: list[Item] = []
 
     def parse(self, request: Request, session: SessionFields | None) -> ChatRequest:
-        """See `Dialect.parse`."""
+        """See `Format.parse`."""
         asked, recalled = self._asked, self._recalled
         self._items = resolved(asked.input, recalled.items)
         fields = chat_fields(asked)
@@ -55,7 +55,7 @@ class ResponsesDialect(Dialect):
         )
 
     def translation(self, request: ChatRequest) -> Translation:
-        """See `Dialect.translation`."""
+        """See `Format.translation`."""
         asked, items, recalled = self._asked, self._items, self._recalled
         if not asked.compact:
             return ResponsesTranslation(asked, items, recalled.chain, self._keep)
