@@ -12,7 +12,7 @@ from tokenproxy.base.fields import parse, raw_value, read
 from tokenproxy.base.media import media_kind
 from tokenproxy.base.request import GivenIds
 from tokenproxy.base.types import Fields
-from tokenproxy.turn.cut import CUT_FROM_BYTES, MARK
+from tokenproxy.turn.parsing import CUT_FROM_BYTES, MARK
 
 ALIASES = ("prompt_ids", "tokens", "prompt_token_ids")
 """Names under which clients send the exact prompt."""

@@ -12,7 +12,7 @@ from tokenproxy.base.types import Headers
 from tokenproxy.engine.sse import split_events
 from tokenproxy.record.completion import Completion
 from tokenproxy.record.echo import Signer, TurnTokens
-from tokenproxy.turn import wire
+from tokenproxy.turn import parsing, wire
 from tokenproxy.turn.answer import StreamedAnswer
 from tokenproxy.turn.usual_chunk import Piece, UsualChunk
 
@@ -47,14 +47,14 @@ class Translation(StreamedAnswer):
         """The reasoning in a message, or in a piece of one, that the client gets."""
         return wire.thought_of(message) if self.reasoning else ""
 
-    def whole(self, parsed: wire.Parsed, body: bytes, read: Completion) -> bytes:
+    def whole(self, parsed: parsing.Parsed, body: bytes, read: Completion) -> bytes:
         """See `Answer.whole`. Raises EngineBroken."""
         choice = (parsed.completion.choices or (wire.Choice(),))[0]
         choice.index = 0
         self._read(parsed.completion, [choice])
         return self.message(choice)
 
-    def event(self, event: bytes, usual: UsualChunk | None, read: Piece | wire.Parsed) -> bytes:
+    def event(self, event: bytes, usual: UsualChunk | None, read: Piece | parsing.Parsed) -> bytes:
         """See `StreamedAnswer.event`. Raises EngineBroken."""
         if self._ended:
             return b""

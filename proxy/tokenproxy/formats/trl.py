@@ -25,7 +25,7 @@ from tokenproxy.base.types import Fields
 from tokenproxy.formats.base import SessionFields, apply_session, chat_request
 from tokenproxy.formats.prompt_fields import checked_ids
 from tokenproxy.record.completion import Completion
-from tokenproxy.turn import wire
+from tokenproxy.turn import parsing, wire
 from tokenproxy.turn.answer import Answer
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -185,7 +185,7 @@ class TrlAnswer(Answer):
         self.logprob_ids: list[msgspec.Raw] = []
         """The ids that these belong to."""
 
-    def whole(self, parsed: wire.Parsed, body: bytes, read: Completion) -> bytes:
+    def whole(self, parsed: parsing.Parsed, body: bytes, read: Completion) -> bytes:
         """Keep a completion.
 
         Raises:

@@ -16,10 +16,11 @@ from tokenproxy.base.request import EngineRoute, Visible
 from tokenproxy.base.types import Fields
 from tokenproxy.engine.sse import data_event, event_data, replace_data
 from tokenproxy.record.completion import Completion
-from tokenproxy.turn import wire
-from tokenproxy.turn.cut import LOGPROBS_MARK, REFUSALS, Cut
+from tokenproxy.turn import parsing
+from tokenproxy.turn.parsing import LOGPROBS_MARK, Cut
 from tokenproxy.turn.required_prefix import with_ids
 from tokenproxy.turn.usual_chunk import Piece, UsualChunk
+from tokenproxy.turn.wire import REFUSALS
 
 DONE = b"[DONE]"
 """The data of the event that ends a stream; it is not a chunk."""
@@ -48,7 +49,7 @@ class Answer(ABC):
     """The id of the turn, set before anything is read; empty for a turn that is not recorded."""
 
     @abstractmethod
-    def whole(self, parsed: wire.Parsed, body: bytes, read: Completion) -> bytes:
+    def whole(self, parsed: parsing.Parsed, body: bytes, read: Completion) -> bytes:
         """The body for a whole completion.
 
         Args:
@@ -64,7 +65,7 @@ class StreamedAnswer(Answer):
     """Writes one response, from one completion or from chunks and then their end."""
 
     @abstractmethod
-    def event(self, event: bytes, usual: UsualChunk | None, read: Piece | wire.Parsed) -> bytes | None:
+    def event(self, event: bytes, usual: UsualChunk | None, read: Piece | parsing.Parsed) -> bytes | None:
         """The events for the next event of the engine; None or empty if there are none.
 
         Args:
@@ -89,7 +90,7 @@ class Redactor(StreamedAnswer):
         self._visible = visible
         self._route = route
 
-    def whole(self, parsed: wire.Parsed, body: bytes, read: Completion) -> bytes:
+    def whole(self, parsed: parsing.Parsed, body: bytes, read: Completion) -> bytes:
         """See `Answer.whole`."""
         visible = self._visible
         if visible.everything and not visible.on_messages:
@@ -105,13 +106,13 @@ class Redactor(StreamedAnswer):
                     choice["message"] = raw(with_ids(message, read.prompt_ids, sampled))
         return self._redacted(fields, choices, parsed.cut)
 
-    def event(self, event: bytes, usual: UsualChunk | None, read: Piece | wire.Parsed) -> bytes | None:
+    def event(self, event: bytes, usual: UsualChunk | None, read: Piece | parsing.Parsed) -> bytes | None:
         """See `StreamedAnswer.event`. Raises EngineBroken if its data is not a JSON object."""
         if self._visible.every_chunk:
             return event
         if usual is not None and (redacted := usual.redacted(self._visible)) is not None:
             return redacted
-        if isinstance(read, wire.Parsed):
+        if isinstance(read, parsing.Parsed):
             shown = self.chunk(read.cut)
         else:
             shown = self.chunk(Cut(event_data(event) or b""))
@@ -205,7 +206,7 @@ def _decoded(cut: Cut) -> Fields:
     """The fields of a completion or chunk. Raises EngineBroken."""
     fields = _object(cut.rest)
     if not isinstance(fields, dict):
-        raise wire.no_completion()
+        raise parsing.no_completion()
     return fields
 
 
@@ -215,7 +216,7 @@ def _choices(fields: Fields) -> list[Any] | None:
     try:
         return _decode_objects(data)
     except REFUSALS:
-        choices = wire.parse_leniently(data)
+        choices = parsing.parse_leniently(data)
         return [_fields(choice) for choice in choices] if isinstance(choices, list) else None
 
 
@@ -224,10 +225,10 @@ def _object(data: bytes) -> Fields | msgspec.Raw:
     try:
         return _decode_object(data)
     except REFUSALS:
-        return _fields(wire.parse_leniently(data))
+        return _fields(parsing.parse_leniently(data))
 
 
 def _fields(value: Any) -> Fields | msgspec.Raw:
     if not isinstance(value, dict):
-        return wire.dump(value)
-    return {wire.encodable(name): wire.dump(item) for name, item in value.items()}
+        return parsing.dump(value)
+    return {name: parsing.dump(item) for name, item in value.items()}

@@ -6,9 +6,8 @@ Law: evidence can never fail the response. Ids and log-probabilities of an unkno
     levels deep.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any, TypeVar, cast
 
 from chat_tokenizer import InvalidIds, ids
@@ -17,7 +16,7 @@ from tokenproxy.record.completion import Batch, Completion, SampledChoice
 from tokenproxy.record.turn import WeightSpan, pack_ids
 from tokenproxy.record.vocabulary import ABORTED
 from tokenproxy.turn import wire
-from tokenproxy.turn.cut import REFUSALS
+from tokenproxy.turn.parsing import Parsed
 from tokenproxy.turn.usual_chunk import Piece
 
 T = TypeVar("T")
@@ -27,51 +26,16 @@ _TEXTS = frozenset({"content", "reasoning", "reasoning_content", "refusal"})
 """Fields of a message whose text a stream sends in pieces."""
 
 
-def read_completion(parsed: wire.Parsed, sent: bytes = b"", batch: Batch | None = None) -> Completion:
-    """Read the sampled choices of a whole completion.
-
-    Args:
-        sent: the prompt that was sent to the engine, as a JSON array; an equal echo is not parsed.
-        batch: the prompts of a request of the completions route, where each choice echoes its prompt.
-    """
-    whole, cut = parsed.completion, parsed.cut
-    echoes = _Echoes(sent, batch)
-    echoes.read(whole)
-    completion = Completion(
-        echoes.of_all.ids,
-        completion_tokens=whole.usage.completion_tokens if whole.usage else None,
-        cached_tokens=whole.usage.cached_tokens if whole.usage and batch is None else None,
-        packed_prompt=echoes.of_all.packed,
-    )
-    for choice, index, sure in _numbered(whole.choices or ()):
-        sampled = SampledChoice(index, choice.whole_message, raw_ids=cut.ids or b"")
-        _add(choice, sampled)
-        if not sampled.ids and _holds_text(sampled.message):
-            sampled.ids = None  # text without ids: what was sampled is unknown
-        echo = echoes.of_choice(index)
-        sampled.unreadable = _first(echo.unreadable, choice.unreadable, () if sure else ("index",))
-        if batch is not None:
-            sampled.prompt_ids = echo.ids
-        completion.choices.append(sampled)
+def read_completion(parsed: Parsed, sent: bytes = b"", batch: Batch | None = None) -> Completion:
+    """Read the sampled choices of a whole completion. See `CompletionReader`."""
+    whole = parsed.completion
+    reader = CompletionReader(len(whole.choices or ()), sent, batch)
+    reader.read(whole)
+    completion = reader.rest()
+    completion.completion_tokens = whole.usage.completion_tokens if whole.usage else None
+    if parsed.cut.ids is not None and completion.choices:
+        completion.choices[0].raw_ids = parsed.cut.ids
     return completion
-
-
-def _holds_text(message: dict[str, Any]) -> bool:
-    """Whether the message shows that something was sampled."""
-    return any(message.get(name) for name in ("content", "reasoning", "reasoning_content", "tool_calls"))
-
-
-def _numbered(choices: Sequence[wire.Choice]) -> Iterator[tuple[wire.Choice, int, bool]]:
-    """Each choice with a unique index, and whether that index is certainly the engine's."""
-    claimed = {choice.index for choice in choices}
-    free = (index for index in count() if index not in claimed)
-    taken: set[int] = set()
-    for choice in choices:
-        if choice.index is None or choice.index in taken:
-            yield choice, next(free), len(choices) == 1
-        else:
-            taken.add(choice.index)
-            yield choice, choice.index, True
 
 
 @dataclass(slots=True)
@@ -86,8 +50,8 @@ class _Echo:
     unreadable: tuple[str, ...] = ()
 
     def read(self, echo: bytes) -> None:
-        """Add an echo; null counts as no echo."""
-        if echo == NULL:
+        """Add an echo. Null counts as none; of several choices with one prompt, the first holds it."""
+        if echo == NULL or self.ids is not None:
             return
         try:
             if echo != self.sent and len(echo) < _PACKED_FROM_BYTES:
@@ -95,45 +59,15 @@ class _Echo:
             elif echo != self.sent:
                 self.packed = ids.pack(echo)
             self.ids = echo
-        except (*REFUSALS, InvalidIds):
+        except (*wire.REFUSALS, InvalidIds):
             self.unreadable = ("prompt_token_ids",)
 
 
-class _Echoes:
-    """The prompts of a request as an engine echoed them."""
-
-    def __init__(self, sent: bytes, batch: Batch | None) -> None:
-        """`batch` is None where one echo belongs to all choices."""
-        self._of_all = batch is None
-        self._batch = batch or Batch((sent,), 1)
-        self._prompts = [_Echo(prompt) for prompt in self._batch.prompts]
-
-    @property
-    def of_all(self) -> _Echo:
-        """The echo that belongs to all choices; an empty one if each choice has its own."""
-        return self._prompts[0] if self._of_all else _Echo(b"")
-
-    def of_choice(self, index: int) -> _Echo:
-        """The echo of a choice's prompt."""
-        return self._prompts[self._batch.prompt_of(index)]
-
-    def read(self, completion: wire.Completion) -> None:
-        """Add the echo of a completion or chunk, or those of its choices: the first of a prompt holds it."""
-        if self._of_all:
-            if completion.prompt_token_ids is not wire.ABSENT:
-                self._prompts[0].read(bytes(completion.prompt_token_ids))
-            return
-        for choice in completion.choices or ():
-            echo = self.of_choice(choice.index or 0)
-            if echo.ids is None and choice.prompt_token_ids is not wire.ABSENT:
-                echo.read(bytes(choice.prompt_token_ids))
-
-
 @dataclass
-class StreamReader:
-    """Collects what was sampled from the chunks of a stream, one after the other.
+class CompletionReader:
+    """Collects what was sampled from a whole completion, or from the chunks of a stream one after the other.
 
-    The stream must hold usage in each chunk: it shows whether all ids came.
+    A stream must hold usage in each chunk: it shows whether all ids came.
     """
 
     expected: int = 1
@@ -141,10 +75,11 @@ class StreamReader:
     sent: bytes = b""
     """The prompt that was sent to the engine, as a JSON array; an equal echo is not parsed."""
     batch: Batch | None = None
-    """See `read_completion`."""
+    """The prompts of a request of the completions route, where each choice echoes its prompt."""
     failed: bool = field(init=False, default=False)
     """Whether the engine sent an error in place of a chunk."""
-    _echoes: _Echoes = field(init=False)
+    _echoes: list[_Echo] = field(init=False)
+    """Of each prompt."""
     _choices: dict[int, "_StreamedChoice"] = field(init=False, default_factory=dict)
     _ended: int = field(init=False, default=0)
     _cached_tokens: int | None = field(init=False, default=None)
@@ -154,7 +89,7 @@ class StreamReader:
     """Choices that ended and were not returned yet."""
 
     def __post_init__(self) -> None:
-        self._echoes = _Echoes(self.sent, self.batch)
+        self._echoes = [_Echo(prompt) for prompt in (self.batch.prompts if self.batch else (self.sent,))]
 
     def add(self, piece: Piece) -> bool:
         """Add a chunk of the usual shape. Returns False if it must be read."""
@@ -169,8 +104,9 @@ class StreamReader:
         if chunk.error is not wire.ABSENT and not is_null(chunk.error):
             self.failed = True
             return
-        self._echoes.read(chunk)
         choices, usage = chunk.choices or (), chunk.usage
+        if self.batch is None and chunk.prompt_token_ids is not wire.ABSENT:
+            self._echoes[0].read(bytes(chunk.prompt_token_ids))
         if usage is not None and self.batch is None and usage.cached_tokens is not None:
             self._cached_tokens = usage.cached_tokens
         self._usage_read |= self.complete and not choices
@@ -184,6 +120,8 @@ class StreamReader:
             if streamed.closed:
                 continue
             streamed.add(choice)
+            if self.batch is not None and choice.prompt_token_ids is not wire.ABSENT:
+                self._echo_of(index).read(bytes(choice.prompt_token_ids))
             if not sure or (choice.index is None and self.expected > 1):
                 streamed.mark(("index",))
             if alone and usage is not None and usage.completion_tokens is not None:
@@ -228,12 +166,18 @@ class StreamReader:
     def _completion(self, choices: Iterable["_StreamedChoice"]) -> Completion:
         results = []
         for choice in choices:
-            echo = self._echoes.of_choice(choice.sampled.index)
+            echo = self._echo_of(choice.sampled.index)
             results.append(choice.result(echo))
             if self.batch is not None:
                 results[-1].prompt_ids = echo.ids
-        echo = self._echoes.of_all
+        if self.batch is not None:
+            return Completion(None, results)
+        (echo,) = self._echoes
         return Completion(echo.ids, results, cached_tokens=self._cached_tokens, packed_prompt=echo.packed)
+
+    def _echo_of(self, choice: int) -> _Echo:
+        """The echo of the prompt of a choice, given its index."""
+        return self._echoes[self.batch.prompt_of(choice) if self.batch else 0]
 
 
 @dataclass(eq=False, slots=True)
@@ -247,6 +191,8 @@ class _StreamedChoice:
     """The tokens so far, from a later chunk than `sampled.counted`."""
     _unreadable: tuple[str, ...] = ()
     _without_ids: bool = False
+    _whole: dict[str, Any] | None = None
+    """The message of a whole completion."""
     _texts: dict[str, list[str]] = field(default_factory=dict)
     _calls: dict[int, dict[str, Any]] = field(default_factory=dict)
 
@@ -256,8 +202,8 @@ class _StreamedChoice:
         return self._without_ids or "token_ids" in self._unreadable
 
     def add(self, choice: wire.Choice) -> None:
-        """Append a piece, as the OpenAI SDKs do."""
-        delta = choice.new_text
+        """Append a piece, as the OpenAI SDKs do, or a whole choice."""
+        self._whole, delta = choice.message, choice.said
         for name, value in delta.items():
             if name in _TEXTS and isinstance(value, str):
                 self._texts.setdefault(name, []).append(value)
@@ -294,8 +240,8 @@ class _StreamedChoice:
             sampled.counted = counted
         sampled.finish_reason = sampled.finish_reason or ABORTED
         sampled.unreadable = _first(echo.unreadable, self._unreadable)
-        if self.without_ids:
-            sampled.ids = None
+        if self.without_ids or (not sampled.ids and _holds_text(sampled.message)):
+            sampled.ids = None  # text without ids: what was sampled is unknown
         if "logprobs" in self._unreadable:
             sampled.logprobs = None
         return sampled
@@ -311,11 +257,18 @@ class _StreamedChoice:
             function["arguments"] = function.get("arguments", "") + piece.arguments
 
     def _message(self) -> dict[str, Any]:
+        if self._whole is not None:
+            return self._whole
         message: dict[str, Any] = {"role": "assistant", "content": None}
         message |= {name: "".join(texts) for name, texts in self._texts.items()}
         if self._calls:
             message["tool_calls"] = [call for _, call in sorted(self._calls.items())]
         return message
+
+
+def _holds_text(message: dict[str, Any]) -> bool:
+    """Whether the message shows that something was sampled."""
+    return any(message.get(name) for name in ("content", "reasoning", "reasoning_content", "tool_calls"))
 
 
 def _add(choice: wire.Choice, sampled: SampledChoice) -> None:

@@ -14,7 +14,7 @@ from tokenproxy.base.request import ChatRequest
 from tokenproxy.fleet.weight_tags import unknown
 from tokenproxy.record.completion import Batch, Completion
 from tokenproxy.record.plan import prompt_of
-from tokenproxy.turn import wire
+from tokenproxy.turn import parsing
 from tokenproxy.turn.answer import Answer, Redactor, StreamedAnswer
 from tokenproxy.turn.observed import add_prompt_headers, count_plan
 from tokenproxy.turn.reader import read_completion
@@ -93,7 +93,7 @@ def _read(
     body: bytes, sent: bytes, batch: Batch | None, answer: Answer
 ) -> tuple[Completion, bytes | ApiError]:
     """What is recorded of a whole completion, and what its client gets, which may be an error."""
-    parsed = wire.parse(body, tokens=answer.reads_tokens, whole=True, one_prompt=batch is None)
+    parsed = parsing.parse(body, tokens=answer.reads_tokens, whole=True, one_prompt=batch is None)
     completion = read_completion(parsed, sent, batch)
     try:
         return completion, answer.whole(parsed, body, completion)

@@ -13,9 +13,9 @@ from tokenproxy.record.completion import Batch
 from tokenproxy.record.plan import prompt_of
 from tokenproxy.record.recorder import Recording
 from tokenproxy.record.retries import KEPT_BYTES, Attempt
-from tokenproxy.turn import wire
+from tokenproxy.turn import parsing
 from tokenproxy.turn.answer import DONE, StreamedAnswer
-from tokenproxy.turn.reader import StreamReader
+from tokenproxy.turn.reader import CompletionReader
 from tokenproxy.turn.usual_chunk import Piece, UsualChunk
 
 _QUIET_S = 0.05
@@ -59,7 +59,7 @@ class RecordedStream:
         self.headers = [pair for pair in response.headers if pair[0] != b"content-length"]
         self._blocks = _Blocks(response.chunks())
         plan = recording.plan
-        self._reader = StreamReader(choices * len(plan.prompts), prompt_of(plan), batch)
+        self._reader = CompletionReader(choices * len(plan.prompts), prompt_of(plan), batch)
         self._answer = answer
         self._recording = recording
         self._attempt = attempt
@@ -135,7 +135,7 @@ class RecordedStream:
             for event in split_events(block):
                 usual = None if self._answer.reads_tokens else UsualChunk.match(event)
                 piece = None if usual is None else usual.piece()
-                read: Piece | wire.Parsed
+                read: Piece | parsing.Parsed
                 if piece is not None and self._reader.add(piece):
                     read = piece
                 else:
@@ -147,7 +147,7 @@ class RecordedStream:
                         yield self._sendable()
                         yield self._end()
                         continue
-                    read = wire.parse(
+                    read = parsing.parse(
                         data, tokens=self._answer.reads_tokens, one_prompt=self._reader.batch is None
                     )
                     self._reader.read(read.completion)

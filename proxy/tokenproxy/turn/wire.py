@@ -2,35 +2,19 @@
 
 The fields are those of three routes: in a chat completion a choice holds a `message` or `delta`, in a
 completion and in a response of generate a `text`. A completion's choices hold their prompts and list
-`token_logprobs`; the other two have `logprobs.content`.
-
-`parse` decodes a body once, for its record and for its client. One that does not fit the structs, or that
-msgspec refuses, is read a second time, field by field: evidence of an unknown shape is named in
-`Choice.unreadable`, and other fields of an unknown shape are left out.
+`token_logprobs`; the other two have `logprobs.content`. `parsing` reads a body into these structs.
 """
 
-import json
-from array import array
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
 
-from chat_tokenizer import InvalidIds, ids
-from tokenproxy.base.errors import EngineBroken
 from tokenproxy.base.fields import NULL
-from tokenproxy.record.turn import Alternatives, ids_array
-from tokenproxy.turn.cut import (
-    CUT_FROM_BYTES,
-    MARK,
-    MARKED_IDS,
-    MARKED_LOGPROBS,
-    REFUSALS,
-    Cut,
-    cut_arrays,
-    cut_prompt,
-)
+from tokenproxy.record.turn import Alternatives
 
+REFUSALS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""The errors with which msgspec refuses a value."""
 NO_REASON = "unknown"
 """The finish reason of a choice whose own finish reason has an unknown shape."""
 ABSENT = msgspec.Raw(NULL)
@@ -39,10 +23,6 @@ ALTERNATIVES = b'"top_logprobs":[{'
 """In JSON without white space, what holds alternatives holds this; in a string the quotes are escaped."""
 _MOST_ALTERNATIVES = 20
 """For one id: as many as OpenAI's API allows."""
-_PROMPT_FROM_BYTES = 1024
-"""Bytes of a body from which the echoed prompt is cut out, which takes a microsecond."""
-_MOST_DIGITS = 4300
-"""The most digits of an integer that Python parses."""
 
 _Id = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 """Ids are stored as 32-bit integers."""
@@ -162,18 +142,11 @@ class Choice(msgspec.Struct):
     prompt_token_ids: msgspec.Raw = ABSENT
 
     @property
-    def whole_message(self) -> dict[str, Any]:
-        """The message of a whole completion. A text, or ids without one, become an assistant's message."""
-        if self.message is not None:
-            return self.message
-        nothing = self.text is None and self.token_ids is None
-        return {} if nothing else {"role": "assistant", "content": self.text}
-
-    @property
-    def new_text(self) -> dict[str, Any]:
-        """The part of the message that a chunk adds."""
-        if self.delta is not None:
-            return self.delta
+    def said(self) -> dict[str, Any]:
+        """The message, or what a chunk adds to it. A text becomes the content of one."""
+        said = self.message if self.delta is None else self.delta
+        if said is not None:
+            return said
         return {} if self.text is None else {"content": self.text}
 
     @property
@@ -182,17 +155,20 @@ class Choice(msgspec.Struct):
         return ()
 
 
-class _TokenChoice(Choice):
+class TokenChoice(Choice):
+    """A choice whose log-probabilities are read with their tokens."""
+
     logprobs: TokenLogprobs | None = None
 
 
-class _OddChoice(Choice, kw_only=True):
+class OddChoice(Choice, kw_only=True):
     """A choice that was read field by field. It is never decoded from JSON, where `odd` is not a field."""
 
     odd: tuple[str, ...]
 
     @property
     def unreadable(self) -> tuple[str, ...]:
+        """See `Choice.unreadable`."""
         return self.odd
 
 
@@ -209,15 +185,10 @@ class Completion(msgspec.Struct):
     """The engine's, in place of a completion or chunk; see `problem_of`."""
 
 
-class _TokenCompletion(Completion):
-    choices: tuple[_TokenChoice, ...] | None = None
+class TokenCompletion(Completion):
+    """A completion or a chunk, read with the tokens of its log-probabilities."""
 
-
-class Parsed(msgspec.Struct, frozen=True, gc=False):
-    """A completion or a chunk, and its JSON."""
-
-    completion: Completion
-    cut: Cut
+    choices: tuple[TokenChoice, ...] | None = None
 
 
 class Problem(msgspec.Struct):
@@ -246,79 +217,10 @@ class CallPiece(msgspec.Struct, gc=False):
     arguments: str | None
 
 
-_decode = msgspec.json.Decoder(Completion).decode
-_decode_with_tokens = msgspec.json.Decoder(_TokenCompletion).decode
-_decode_logprobs = msgspec.json.Decoder(list[Logprob]).decode
 _decode_problem = msgspec.json.Decoder(_Refused).decode
 _decode_usage = msgspec.json.Decoder(Usage).decode
 decode_ids = msgspec.json.Decoder(list[_Id]).decode
 """Parses a JSON array of ids. Raises one of `REFUSALS`."""
-
-
-def parse(body: bytes, *, tokens: bool = False, whole: bool = False, one_prompt: bool = True) -> Parsed:
-    """Parse a completion or a chunk.
-
-    Args:
-        one_prompt: False for the completions route, whose choices echo their prompts.
-        tokens: whether to read the tokens of log-probabilities. Alternatives are always read.
-        whole: whether it is a whole completion, whose long arrays are then converted without objects for ids.
-
-    Raises:
-        EngineBroken: it is not a JSON object, or is nested too deeply.
-    """
-    tokens = tokens or ALTERNATIVES in body
-    size = len(body) if one_prompt else 0
-    if whole and not tokens and size >= CUT_FROM_BYTES and (parsed := _parse_cut(cut_arrays(body))):
-        return parsed
-    if size >= _PROMPT_FROM_BYTES and (parsed := _parse_cut(cut_prompt(body), tokens=tokens)):
-        return parsed
-    try:
-        return Parsed(_decode_with_tokens(body) if tokens else _decode(body), Cut(body))
-    except REFUSALS:
-        pass
-    try:
-        fields = _encodable(parse_leniently(body))
-        if isinstance(fields, dict):
-            return Parsed(_read(fields), Cut(body))
-    except RecursionError:
-        pass
-    raise no_completion()
-
-
-def _parse_cut(cut: Cut | None, *, tokens: bool = False) -> Parsed | None:
-    """A completion whose arrays were cut out; None if they do not belong where they were."""
-    if cut is None:
-        return None
-    try:
-        completion = _decode_with_tokens(cut.rest) if tokens else _decode(cut.rest)
-        return Parsed(completion, cut) if _put_back(cut, completion) else None
-    except (*REFUSALS, ValueError, InvalidIds):
-        return None
-
-
-def _put_back(cut: Cut, completion: Completion) -> bool:
-    """Put converted arrays in place of their marks. Returns False if a mark has another place.
-
-    Raises:
-        ValueError: there are several choices.
-        InvalidIds: no turn can hold these ids.
-        msgspec.MsgspecError: the log-probabilities are none.
-    """
-    if cut.prompt is not None:
-        if completion.prompt_token_ids != msgspec.Raw(MARK):
-            return False
-        completion.prompt_token_ids = msgspec.Raw(cut.prompt)
-    if cut.ids is None:
-        return True
-    (choice,) = completion.choices or ()
-    logprobs = choice.logprobs.values if choice.logprobs else None
-    if choice.token_ids != MARKED_IDS or (cut.logprobs is not None and logprobs != MARKED_LOGPROBS):
-        return False
-    choice.token_ids = ids_array(ids.pack_compact(cut.ids))
-    if cut.logprobs is not None:
-        entries = _decode_logprobs(cut.logprobs)
-        choice.logprobs = Logprobs(token_logprobs=array("f", [entry.logprob for entry in entries]))
-    return True
 
 
 # --- parts of a message
@@ -373,100 +275,3 @@ def problem_of(body: bytes) -> Problem:
         return _decode_problem(body).error
     except REFUSALS:
         return Problem(body.decode(errors="replace") or "the engine returned an error without a message")
-
-
-# --- what msgspec refuses
-
-
-def parse_leniently(data: bytes) -> Any:
-    """Parse JSON as Python does: NaN and Infinity are numbers, and bytes that are not UTF-8 are replaced.
-
-    Raises:
-        EngineBroken: it is not JSON, or is nested too deeply.
-    """
-    try:
-        return _lenient.decode(data.decode("utf-8-sig", "replace"))
-    except (ValueError, RecursionError) as error:
-        raise no_completion() from error
-
-
-def dump(value: object) -> msgspec.Raw:
-    """Encode a value of `parse_leniently` as JSON."""
-    return msgspec.Raw(json.dumps(value, separators=(",", ":")).encode())
-
-
-def encodable(text: str) -> str:
-    """Remove lone surrogates, which UTF-8 cannot encode, from a string of `parse_leniently`."""
-    return text.encode("utf-8", "replace").decode()
-
-
-def no_completion() -> EngineBroken:
-    """The error for a body, or the data of an event, that is not a JSON object."""
-    return EngineBroken("the engine's response is not a chat completion")
-
-
-def _integer(digits: str) -> float:
-    return int(digits) if len(digits) < _MOST_DIGITS else float(digits)
-
-
-_lenient = json.JSONDecoder(parse_int=_integer)
-
-
-def _read(fields: dict[str, Any]) -> Completion:
-    """A completion or a chunk, field by field."""
-    choices = fields.pop("choices", None)
-    known, _ = _fitting(Completion, fields)
-    if "usage" not in known and isinstance(usage := fields.get("usage"), dict):
-        known["usage"] = Usage(**_fitting(Usage, usage)[0])
-    if isinstance(choices, list):
-        known["choices"] = tuple(_read_choice(choice) for choice in choices if isinstance(choice, dict))
-    return Completion(**known)
-
-
-def _read_choice(fields: dict[str, Any]) -> Choice:
-    known, odd = _fitting(_TokenChoice, fields)
-    if "logprobs" in odd and (logprobs := _as(Logprobs, fields["logprobs"])) is not None:
-        known["logprobs"] = logprobs  # without its alternatives
-        odd.remove("logprobs")
-    if "message" in odd:
-        known["message"] = {}
-    if "delta" in odd and "text" not in known:
-        known["delta"] = {"": fields["delta"]}  # an empty one: nothing was sampled
-    if "finish_reason" in odd and fields["finish_reason"]:
-        known["finish_reason"] = NO_REASON
-    evidence = tuple(name for name in ("index", "token_ids", "logprobs") if name in odd)
-    return _OddChoice(**known, odd=evidence)
-
-
-def _fitting(kind: type[msgspec.Struct], fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The fields that have the types which a struct declares, and the names of the others."""
-    known: dict[str, Any] = {}
-    odd: list[str] = []
-    for field in msgspec.structs.fields(kind):
-        value = fields.get(field.name)
-        if value is None:
-            continue
-        known[field.name] = dump(value) if field.type is msgspec.Raw else _as(field.type, value)
-        if known[field.name] is None:
-            del known[field.name]
-            odd.append(field.name)
-    return known, odd
-
-
-def _as(kind: Any, value: object) -> Any:
-    """The value if it has the type `kind`; else None."""
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.MsgspecError:
-        return None
-
-
-def _encodable(value: Any) -> Any:
-    """A value whose strings can all be encoded."""
-    if isinstance(value, str):
-        return encodable(value)
-    if isinstance(value, list):
-        return [_encodable(item) for item in value]
-    if isinstance(value, dict):
-        return {encodable(name): _encodable(item) for name, item in value.items()}
-    return value

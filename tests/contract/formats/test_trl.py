@@ -16,7 +16,7 @@ from tests.support.utils import EVERY_SPELLING, run_proxy
 from tokenproxy.base.errors import EngineBroken
 from tokenproxy.formats.trl import TrlAnswer, batch_body
 from tokenproxy.record.completion import Completion
-from tokenproxy.turn import wire
+from tokenproxy.turn import parsing
 
 GENERATE, BATCH_CHAT = "/generate/", "/chat/"
 REPLY = (74, 71, END)
@@ -104,7 +104,7 @@ def test_wrong_fields_are_named(client: httpx.Client, param: str, fields: dict[s
 
 def _answer(body: bytes) -> TrlAnswer:
     answer = TrlAnswer(logprobs=True)
-    answer.whole(wire.parse(body, tokens=True), body, Completion())
+    answer.whole(parsing.parse(body, tokens=True), body, Completion())
     return answer
 
 

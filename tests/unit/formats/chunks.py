@@ -7,16 +7,16 @@ import msgspec
 
 from tokenproxy.formats.messages.answer import MessagesTranslation
 from tokenproxy.record.echo import Signer
-from tokenproxy.turn import wire
+from tokenproxy.turn import parsing
 
 TURN = "18ea730ff62f6878c5244cad618f0000"
 SIGNER = Signer(b"secret")
 
 
-def chunk(finish: str | None = None, stop: Any = None, usage: Any = None, **delta: Any) -> wire.Parsed:
+def chunk(finish: str | None = None, stop: Any = None, usage: Any = None, **delta: Any) -> parsing.Parsed:
     """A chunk of the first choice."""
     choice = {"index": 0, "delta": delta, "finish_reason": finish, "stop_reason": stop}
-    return wire.parse(msgspec.json.encode({"id": "chat-1", "choices": [choice], "usage": usage}))
+    return parsing.parse(msgspec.json.encode({"id": "chat-1", "choices": [choice], "usage": usage}))
 
 
 def call(index: int, identity: str | None = None, name: str | None = None, arguments: Any = None) -> Any:
@@ -24,7 +24,7 @@ def call(index: int, identity: str | None = None, name: str | None = None, argum
     return {"index": index, "id": identity, "function": {"name": name, "arguments": arguments}}
 
 
-def events(*chunks: wire.Parsed, early: bool = False, turn_id: str = TURN) -> list[dict[str, Any]]:
+def events(*chunks: parsing.Parsed, early: bool = False, turn_id: str = TURN) -> list[dict[str, Any]]:
     """The events of a stream; each names its type twice."""
     translation = MessagesTranslation("claude")
     translation.signer = SIGNER

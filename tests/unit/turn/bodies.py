@@ -6,7 +6,7 @@ from typing import Any
 from tokenproxy.base.request import Visible
 from tokenproxy.engine.sse import data_event, event_data
 from tokenproxy.record.completion import Batch, Completion
-from tokenproxy.turn import reader, wire
+from tokenproxy.turn import parsing, reader
 from tokenproxy.turn.answer import Redactor
 from tokenproxy.turn.usual_chunk import UsualChunk
 
@@ -75,21 +75,21 @@ def chunk(*choices: object, **fields: Any) -> Body:
     return {"id": "c", "object": "chat.completion.chunk", "choices": list(choices), **fields}
 
 
-class StreamReader(reader.StreamReader):
+class CompletionReader(reader.CompletionReader):
     """Reads the data of events."""
 
     def read(self, data: bytes) -> None:  # type: ignore[override]
-        super().read(wire.parse(data, one_prompt=self.batch is None).completion)
+        super().read(parsing.parse(data, one_prompt=self.batch is None).completion)
 
 
 def read_completion(body: bytes, sent: bytes = b"", batch: Batch | None = None) -> Completion:
     """Read a whole completion."""
-    return reader.read_completion(wire.parse(body, one_prompt=batch is None), sent, batch)
+    return reader.read_completion(parsing.parse(body, one_prompt=batch is None), sent, batch)
 
 
 def redact_completion(body: bytes, visible: Visible) -> bytes:
     """Redact a whole completion."""
-    return Redactor(visible).whole(wire.parse(body, whole=True), body, Completion())
+    return Redactor(visible).whole(parsing.parse(body, whole=True), body, Completion())
 
 
 def redact_chunk(redactor: Redactor, data: bytes) -> bytes | None:
@@ -97,5 +97,5 @@ def redact_chunk(redactor: Redactor, data: bytes) -> bytes | None:
     event = data_event(data)
     usual = UsualChunk.match(event)
     read = usual.piece() if usual is not None else None
-    kept = redactor.event(event, usual, read or wire.parse(data))
+    kept = redactor.event(event, usual, read or parsing.parse(data))
     return None if kept is None else event_data(kept)

@@ -4,7 +4,15 @@ from typing import Any
 
 import pytest
 
-from tests.unit.turn.bodies import StreamReader, chunk, encoded, piece, read_completion, whole, whole_choice
+from tests.unit.turn.bodies import (
+    CompletionReader,
+    chunk,
+    encoded,
+    piece,
+    read_completion,
+    whole,
+    whole_choice,
+)
 from tokenproxy.record.turn import pack_alternatives, unpack_alternatives
 
 _HALF = b"\xf0\x9f"
@@ -25,7 +33,7 @@ def test_alternatives_are_read_as_bytes_and_at_most_twenty() -> None:
     body = encoded(whole(whole_choice(logprobs=_logprobs(_TOP, [], many))))
     first, second, third = read_completion(body).choices[0].alternatives
     assert (first, second, len(third)) == (_READ, [], 20)
-    reader = StreamReader()
+    reader = CompletionReader()
     for top in (_TOP, _TOP[:1]):
         reader.read(encoded(chunk(piece(logprobs=_logprobs(top)))))
     assert reader.rest().choices[0].alternatives == [_READ, _READ[:1]]

@@ -17,9 +17,9 @@ from tests.unit.turn.bodies import (
 )
 from tokenproxy.base.request import Visible
 from tokenproxy.record.completion import Completion
-from tokenproxy.turn import reader, wire
+from tokenproxy.turn import parsing, reader
 from tokenproxy.turn.answer import Redactor
-from tokenproxy.turn.cut import CUT_FROM_BYTES
+from tokenproxy.turn.parsing import CUT_FROM_BYTES
 
 _FILLER = "x" * CUT_FROM_BYTES
 _TRAPS = [
@@ -54,7 +54,7 @@ def _plain(completion: Completion) -> Any:
 
 def _agree(body: bytes, visible: Visible, sent: bytes = b"") -> bool:
     """Check a body that is read fast; False if it is not."""
-    parsed, whole = wire.parse(body, whole=True), wire.parse(body, one_prompt=False)
+    parsed, whole = parsing.parse(body, whole=True), parsing.parse(body, one_prompt=False)
     if parsed.cut.ids is None:
         return False
     assert _plain(reader.read_completion(parsed, sent)) == _plain(reader.read_completion(whole, sent))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.unit.turn.bodies import (
     Body,
-    StreamReader,
+    CompletionReader,
     chunk,
     encoded,
     end,
@@ -107,7 +107,7 @@ def test_odd_evidence_never_fails_a_whole_completion_nor_shows_ids(
 def test_odd_evidence_never_fails_a_stream_nor_shows_ids(
     top: Body, pieces: list[tuple[Body, Body]], visible: Visible
 ) -> None:
-    reader, redactor = StreamReader(expected=2), Redactor(visible)
+    reader, redactor = CompletionReader(expected=2), Redactor(visible)
     returned = []
     for position, (odd, delta) in enumerate(pieces):
         body = chunk(
@@ -166,7 +166,7 @@ def _chunks(made: list[Any]) -> list[bytes]:
 @given(st.lists(_sampled, min_size=1, max_size=3), _visible)
 def test_stream_is_read_and_redacted_as_a_whole_completion(made: list[Any], visible: Visible) -> None:
     """What was redacted is read as the client would."""
-    redactor, reader, client = Redactor(visible), StreamReader(len(made)), StreamReader(len(made))
+    redactor, reader, client = Redactor(visible), CompletionReader(len(made)), CompletionReader(len(made))
     read: list[SampledChoice] = []
     for data in _chunks(made):
         reader.read(data)
@@ -175,11 +175,11 @@ def test_stream_is_read_and_redacted_as_a_whole_completion(made: list[Any], visi
             client.read(kept)
     shown = client.rest()
     assert reader.complete and client.complete
-    for choice in (*read, *shown.choices):
-        choice.counted = None
     expected = read_completion(_whole(made))
+    redacted = read_completion(redact_completion(_whole(made), visible))
+    for choice in (*read, *shown.choices, *expected.choices, *redacted.choices):
+        choice.counted = None
     assert reader.rest() == Completion(expected.prompt_ids)
     assert sorted(read, key=lambda choice: choice.index) == expected.choices
-    expected = read_completion(redact_completion(_whole(made), visible))
-    assert shown.prompt_ids == expected.prompt_ids
-    assert sorted(shown.choices, key=lambda choice: choice.index) == expected.choices
+    assert shown.prompt_ids == redacted.prompt_ids
+    assert sorted(shown.choices, key=lambda choice: choice.index) == redacted.choices

@@ -8,7 +8,7 @@ import pytest
 from tests.unit.turn.bodies import (
     ODD,
     Body,
-    StreamReader,
+    CompletionReader,
     chunk,
     encoded,
     end,
@@ -29,7 +29,7 @@ _HI = {"role": "assistant", "content": "hi"}
 
 
 def _streamed(*chunks: Body, expected: int = 1, odd: str = "") -> Completion:
-    reader = StreamReader(expected)
+    reader = CompletionReader(expected)
     for one in chunks:
         reader.read(encoded(one, odd))
     return reader.rest()
@@ -72,14 +72,14 @@ def test_a_whole_completion(spaced: bool) -> None:
     assert completion.completion_tokens == 2
     weights = (WeightSpan("3", 0, 1), WeightSpan("b", 1, 2))
     expected = SampledChoice(0, _HI, [7, 2], [-0.5, -0.25], "stop", "</s>", weight_versions=weights)
-    expected.routed_experts = "AAAA"
+    expected.routed_experts, expected.counted = "AAAA", 2
     assert completion.choices == [expected]
     assert _problem(completion) is None
 
 
 def test_a_stream_that_breaks_off() -> None:
     """Usage counts the ids of a single choice only."""
-    reader = StreamReader(expected=2)
+    reader = CompletionReader(expected=2)
     reader.read(encoded(chunk(piece(0), piece(1), usage={"completion_tokens": 9})))
     reader.read(encoded(chunk(end(1), usage={"completion_tokens": 2})))
     reader.read(encoded({"error": "gone", "choices": [end(ids=[9])], "prompt_token_ids": [1]}))
@@ -172,12 +172,12 @@ def test_logprobs_that_are_not_finite(stream: bool, odd: str) -> None:
     "given, read",
     [
         ([None], [(0, "")]),
-        ([None, 0, None], [(1, "index"), (0, ""), (2, "index")]),
-        ([1, 1, 0], [(1, ""), (2, "index"), (0, "")]),
-        ([ODD, 0], [(1, "index"), (0, "")]),
+        ([None, 0, None], [(0, "index")]),
+        ([1, 1, 0], [(1, "index"), (0, "index")]),
+        ([ODD, 0], [(0, "index")]),
     ],
 )
-def test_choices_of_a_whole_completion_get_unique_indices(given: list[Any], read: Any) -> None:
+def test_choices_whose_indices_are_not_sure_are_not_trained_on(given: list[Any], read: Any) -> None:
     assert _indices(read_completion(encoded(whole(*map(whole_choice, given)), '"0"'))) == read
 
 
@@ -209,8 +209,8 @@ def test_an_odd_optional_field_is_left_out(stream: bool, name: str, odd: str) ->
 )
 def test_an_odd_finish_reason_ends_a_choice_unless_it_is_empty(odd: str, reason: str | None) -> None:
     (choice,) = _read(False, odd, finish_reason=ODD).choices
-    assert (choice.finish_reason, choice.ids) == (reason, [7, 2])
-    reader = StreamReader()
+    assert (choice.finish_reason, choice.ids) == (reason or ABORTED, [7, 2])
+    reader = CompletionReader()
     reader.read(encoded(chunk(end(finish_reason=ODD)), odd))
     assert [choice.finish_reason for choice in reader.ended().choices] == ([reason] if reason else [])
 
@@ -220,7 +220,7 @@ _NESTED = encoded(whole(usage="3", more=ODD), "[" * 700 + "]" * 700)
 
 @pytest.mark.parametrize("body", [b"", b"[{}]", b'{"choices":[', b"[" * 100_000, _NESTED], ids=range(5))
 def test_completion_that_is_not_an_object(body: bytes) -> None:
-    for read in (read_completion, StreamReader().read):
+    for read in (read_completion, CompletionReader().read):
         with pytest.raises(EngineBroken, match="the engine's response is not a chat completion"):
             read(body)
 
@@ -258,7 +258,7 @@ def test_each_choice_has_its_prompt(counted: int, of_part: int) -> None:
 
 def test_pieces_of_texts_are_joined_and_the_first_echo_of_a_prompt_is_that_of_its_choices() -> None:
     """vLLM's streams echo a prompt once, with the choice that comes first."""
-    reader = StreamReader(4, batch=_BATCH)
+    reader = CompletionReader(4, batch=_BATCH)
     for index in (1, 0, 3, 2):
         echo = {1: [5, 6], 3: [8]}.get(index)
         for text, ids, reason in (("h", [7], None), ("i", [], None), ("", [2], "length")):

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.unit.turn.bodies import NOTHING, Body, StreamReader, encoded, redact_chunk
+from tests.unit.turn.bodies import NOTHING, Body, CompletionReader, encoded, redact_chunk
 from tokenproxy.base.errors import EngineBroken
 from tokenproxy.base.request import Visible
 from tokenproxy.engine.sse import data_event, event_data
 from tokenproxy.turn.answer import Redactor
-from tokenproxy.turn.cut import Cut
+from tokenproxy.turn.parsing import Cut
 from tokenproxy.turn.usual_chunk import UsualChunk
 
 _VISIBLE = [
@@ -63,7 +63,7 @@ def _cut(data: bytes, visible: Visible = NOTHING) -> bytes | None:
 
 def _check(data: bytes) -> None:
     """The law: a chunk is read and redacted as if it were parsed."""
-    added, read = StreamReader(), StreamReader()
+    added, read = CompletionReader(), CompletionReader()
     usual = UsualChunk.match(data_event(data))
     role = b'{"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}'
     added.read(role)

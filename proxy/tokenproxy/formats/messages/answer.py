@@ -64,7 +64,7 @@ class MessagesTranslation(Translation):
     def message(self, choice: wire.Choice) -> bytes:
         """See `Translation.message`. Raises EngineBroken."""
         self._check_ended()
-        answer = choice.message or {}
+        answer = choice.said
         blocks: list[dict[str, Any]] = []
         if thought := self.thought(answer):
             blocks.append({"type": "thinking", "thinking": thought, "signature": self._signature()})
@@ -98,7 +98,7 @@ class MessagesTranslation(Translation):
         if choice.finish_reason is not None:
             self._stop = choice.stop_reason
         ready: list[bytes] = []
-        delta = choice.new_text
+        delta = choice.said
         if thought := self.thought(delta):
             self._continue("thinking", ready)
             ready.append(_DELTA % (self._blocks, _THINKING % _encode(thought)))

@@ -63,7 +63,7 @@ class ResponsesTranslation(Translation):
     def message(self, choice: wire.Choice) -> bytes:
         """See `Translation.message`. Raises EngineBroken."""
         self._created = self.head.created or self._created
-        self._add(choice, choice.message or {})
+        self._add(choice, choice.said)
         self._complete()
         if self._final["status"] == "failed":
             raise EngineBroken(self._final["error"]["message"])
@@ -79,7 +79,7 @@ class ResponsesTranslation(Translation):
 
     def piece(self, choice: wire.Choice) -> bytes:
         """See `Translation.piece`. Raises EngineBroken."""
-        return self._encoded(self._add(choice, choice.new_text))
+        return self._encoded(self._add(choice, choice.said))
 
     def finished(self) -> bytes:
         """See `Translation.finished`."""

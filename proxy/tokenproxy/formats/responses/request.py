@@ -20,7 +20,7 @@ from tokenproxy.formats.responses.items import (
     kind_of,
     text_field,
 )
-from tokenproxy.turn.wire import encodable
+from tokenproxy.turn.parsing import encodable
 
 _AS_THEY_ARE = (
     "model", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "user",

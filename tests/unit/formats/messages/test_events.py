@@ -9,12 +9,12 @@ import pytest
 from tests.unit.formats.chunks import SIGNER, TURN, call, chunk, events, outline
 from tokenproxy.formats.messages.answer import MessagesTranslation
 from tokenproxy.record.completion import Completion
-from tokenproxy.turn import wire
+from tokenproxy.turn import parsing
 
 _SIGNATURE = SIGNER.sign("", TURN)
 _ROLE = chunk(role="assistant", content="")
 _END = chunk("stop")
-_CASES: dict[str, tuple[list[wire.Parsed], list[str]]] = {
+_CASES: dict[str, tuple[list[parsing.Parsed], list[str]]] = {
     "no chunk at all": ([], ["0 text", "0 stop"]),
     "thinking, then text": (
         [_ROLE, chunk(reasoning="a"), chunk(reasoning_content="b"), chunk(content="c"), _END],
@@ -47,7 +47,7 @@ _CASES: dict[str, tuple[list[wire.Parsed], list[str]]] = {
 
 @pytest.mark.parametrize("case", _CASES.values(), ids=_CASES)
 @pytest.mark.parametrize("early", [False, True])
-def test_blocks(case: tuple[list[wire.Parsed], list[str]], early: bool) -> None:
+def test_blocks(case: tuple[list[parsing.Parsed], list[str]], early: bool) -> None:
     chunks, expected = case
     assert outline(events(*chunks, early=early)) == expected
 
@@ -134,7 +134,7 @@ _THINKING = {"type": "thinking", "thinking": "so", "signature": _SIGNATURE}
 )
 def test_content_of_a_whole_answer(message: dict[str, Any], content: list[Any]) -> None:
     choices = [{"message": message, "finish_reason": "stop"}]
-    chat = wire.parse(msgspec.json.encode({"id": "chat-1", "choices": choices}))
+    chat = parsing.parse(msgspec.json.encode({"id": "chat-1", "choices": choices}))
     translation = MessagesTranslation("claude")
     translation.turn_id, translation.signer = TURN, SIGNER
     assert json.loads(translation.whole(chat, b"", Completion()))["content"] == content
