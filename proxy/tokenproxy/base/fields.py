@@ -16,6 +16,9 @@ T = TypeVar("T")
 
 _decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 NULL = b"null"
+_AT = " - at `$"
+_MISSING = "Object missing required field `"
+"""Parts of msgspec's messages: `Expected int, got str - at $.messages[0].role`."""
 
 
 def parse(body: bytes) -> Fields:
@@ -32,16 +35,25 @@ def parse(body: bytes) -> Fields:
         raise BadRequest(f"the request body is not valid JSON: {error}", param="body") from error
 
 
-def check_utf8(body: bytes) -> None:
-    """Check a body of which parts are read later: parsing checks only the texts that it decodes.
+def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    """A request body as a struct.
 
     Raises:
-        BadRequest: the body is not UTF-8; `param` is `body`.
+        BadRequest: a field is missing or wrong; `param` is its path, such as `messages[2].content[0].type`.
     """
     try:
-        body.decode()
-    except UnicodeDecodeError as error:
-        raise BadRequest(f"the request body is not UTF-8: {error}", param="body") from error
+        body.decode()  # parsing checks only the texts that it decodes, and others are read later
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).partition(_AT)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"the request body is not valid JSON: {error}", param="body") from error
+    path = path.rstrip("`").removeprefix(".")
+    if text.startswith(_MISSING):
+        path, text = f"{path}.{text.removeprefix(_MISSING)}".strip(".`"), "required"
+    elif not path:
+        path, text = "body", "the request body must be a JSON object"
+    raise BadRequest(f"{path}: {text}", param=path)
 
 
 def join(fields: Fields) -> bytes:

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from tokenproxy.base.errors import BadRequest
-from tokenproxy.base.fields import NULL, check_utf8
+from tokenproxy.base.fields import NULL, decode
 
 JsonObject = dict[str, msgspec.Raw]
 _NULL = msgspec.Raw(NULL)
@@ -207,9 +207,7 @@ class MessagesRequest(msgspec.Struct):
     thinking_policy: str | None = None
 
 
-_decode = msgspec.json.Decoder(MessagesRequest).decode
-_AT = " - at `$"
-_MISSING = "Object missing required field `"
+_decoder = msgspec.json.Decoder(MessagesRequest)
 
 
 def read_request(body: bytes) -> MessagesRequest:
@@ -218,13 +216,7 @@ def read_request(body: bytes) -> MessagesRequest:
     Raises:
         BadRequest: a field is missing or wrong; `param` is its path, such as `messages[2].content[0].type`.
     """
-    check_utf8(body)
-    try:
-        request = _decode(body)
-    except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from error
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise BadRequest(f"the request body is not valid JSON: {error}", param="body") from error
+    request = decode(body, _decoder)
     for index, message in enumerate(request.messages):
         if message.role != "system":
             _refuse_tool_changes(message.content, f"messages[{index}].content")
@@ -246,17 +238,6 @@ def read_turn(body: bytes) -> MessagesRequest:
             "thinking.budget_tokens: must be less than `max_tokens`", param="thinking.budget_tokens"
         )
     return request
-
-
-def _invalid(problem: str) -> BadRequest:
-    """The error for what msgspec reports: `Expected int, got str - at $.messages[0].role`."""
-    text, _, path = problem.partition(_AT)
-    path = path.rstrip("`").removeprefix(".")
-    if text.startswith(_MISSING):
-        path, text = f"{path}.{text.removeprefix(_MISSING)}".strip(".`"), "required"
-    elif not path:
-        path, text = "body", "the request body must be a JSON object"
-    return BadRequest(f"{path}: {text}", param=path)
 
 
 def _refuse_tool_changes(content: Content, path: str) -> None:

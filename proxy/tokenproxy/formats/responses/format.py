@@ -43,8 +43,8 @@ class ResponsesFormat(Format):
             raise BadRequest("`input` must not be empty: send at least one item", param="input")
         if asked.compact:
             messages.append({"role": "user", "content": COMPACT_PROMPT})
-        if asked.instructions:
-            messages.insert(0, {"role": "system", "content": asked.instructions})
+        if asked.read.instructions:
+            messages.insert(0, {"role": "system", "content": asked.read.instructions})
             tokens = {index + 1: named for index, named in tokens.items()}
         fields["messages"] = raw(messages)
         visible = visible_of(fields)

@@ -73,28 +73,29 @@ async def recall(request: ResponsesRequest, read: Read) -> Recalled:
     Raises:
         BadRequest: it is not stored; `param` names it.
     """
+    name = request.read.previous_response_id
     responses = {response_id(turn) for item in request.input if (turn := _referenced(item))}
-    if request.previous is not None and is_response_id(request.previous):
-        responses.add(request.previous)
+    if name is not None and is_response_id(name):
+        responses.add(name)
     documents = await read({*responses, *_compactions(request.input)})
-    previous = _record(documents, request.previous) if request.previous is not None else None
     chain: list[str] = []
     records: list[ResponseRecord] = []
-    if previous is not None and request.previous is not None:
+    if name is not None:
+        previous = _record(documents, name)
         before = await read(previous.chain) if previous.chain else {}
-        records = [*(_record(before, name) for name in previous.chain), previous]
-        chain = [*previous.chain, request.previous]
+        records = [*(_record(before, each) for each in previous.chain), previous]
+        chain = [*previous.chain, name]
     earlier = _conversation(records)
     if unread := set(_compactions(earlier)) - documents.keys():
         documents |= await read(unread)
-    referenced = [_record(documents, name) for name in responses if name in documents]
+    referenced = [_record(documents, each) for each in responses if each in documents]
     items = {item.get("id"): item for item in earlier}
     items |= {item.get("id"): item for record in referenced for item in (*record.input, *output_of(record))}
     return Recalled(
         earlier,
         chain,
-        {name: item for name, item in items.items() if isinstance(name, str)},
-        {name: _text(content) for name, content in documents.items() if not name.startswith("resp_")},
+        {key: item for key, item in items.items() if isinstance(key, str)},
+        {key: _text(content) for key, content in documents.items() if not key.startswith("resp_")},
     )
 
 

@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from tokenproxy.base.errors import BadRequest
-from tokenproxy.base.fields import check_utf8, parse, raw, raw_value, read
+from tokenproxy.base.fields import decode, parse, raw, raw_value
 from tokenproxy.base.types import Fields
 from tokenproxy.formats.responses.items import (
     CUSTOM_INPUT,
@@ -39,8 +39,6 @@ _NOT_HERE: Mapping[str, str] = {
     "prompt": "this server keeps no prompt templates: send `instructions` and `input`",
 }
 """Fields that change the meaning of a request and that this server does not know, with the reason."""
-_LOGPROBS = "message.output_text.logprobs"
-_ENCRYPTED = "reasoning.encrypted_content"
 _LEFT_OUT = (
     "web_search",
     "web_search_preview",
@@ -96,29 +94,61 @@ class _Reasoning(msgspec.Struct):
     generate_summary: str | None = None
 
 
+class _Fields(msgspec.Struct):
+    """The fields that are read."""
+
+    input: Any = None
+    previous_response_id: str | None = None
+    instructions: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    include: list[str] | None = None
+    max_output_tokens: int | None = None
+    reasoning: _Reasoning | None = None
+    text: _Text | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    top_logprobs: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class ResponsesRequest:
     """A request of `/v1/responses`, read once."""
 
     fields: Fields
     """As the client sent them."""
+    read: _Fields
     input: list[Item]
     """The items, without the trigger of a compaction."""
     tools: Tools
-    previous: str | None
-    """`previous_response_id`."""
-    instructions: str | None
-    store: bool
-    stream: bool
     compact: bool
     """Whether the model is to summarise the conversation."""
-    summary: bool
-    """Whether the client requested reasoning as a summary."""
-    encrypted: bool
-    """Whether it requested the encrypted content of reasoning."""
-    logprobs: bool
-    own_limit: bool
-    """Whether the client itself limited the number of sampled ids."""
+    stream: bool
+
+    @property
+    def store(self) -> bool:
+        """Whether the response is stored."""
+        return self.read.store is not False
+
+    @property
+    def summary(self) -> bool:
+        """Whether the client requested reasoning as a summary."""
+        reasoning = self.read.reasoning
+        return reasoning is not None and (reasoning.summary or reasoning.generate_summary) is not None
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether it requested the encrypted content of reasoning."""
+        return "reasoning.encrypted_content" in (self.read.include or ())
+
+    @property
+    def logprobs(self) -> bool:
+        """Whether it requested log-probabilities."""
+        return "message.output_text.logprobs" in (self.read.include or ()) or bool(self.read.top_logprobs)
+
+
+_decode = msgspec.json.Decoder(_Fields)
 
 
 def read_request(body: bytes, *, compact: bool = False) -> ResponsesRequest:
@@ -131,33 +161,22 @@ def read_request(body: bytes, *, compact: bool = False) -> ResponsesRequest:
         BadRequest: a field cannot be read, or changes the meaning of the request in a way that this server
             does not know; `param` names it.
     """
-    check_utf8(body)
-    fields = parse(body)
+    asked, fields = decode(body, _decode), parse(body)
     for name, reason in _NOT_HERE.items():
         if raw_value(fields, name) not in (None, b"false"):
             raise BadRequest(f"`{name}` is not supported: {reason}", param=name)
-    previous = read(fields, "previous_response_id", str)
-    items = _input(fields, previous)
-    reasoning = read(fields, "reasoning", _Reasoning) or _Reasoning()
-    include = read(fields, "include", list[str]) or []
-    top_logprobs = read(fields, "top_logprobs", int)
-    request = ResponsesRequest(
-        fields,
-        items,
-        tools_of(read(fields, "tools", list[Any]) or []),
-        previous,
-        read(fields, "instructions", str),
-        read(fields, "store", bool) is not False,
-        not compact and bool(read(fields, "stream", bool)),
-        compact,
-        (reasoning.summary or reasoning.generate_summary) is not None,
-        _ENCRYPTED in include,
-        _LOGPROBS in include or bool(top_logprobs),
-        read(fields, "max_output_tokens", int) is not None,
-    )
+    if asked.input is None and asked.previous_response_id is None:
+        raise BadRequest("`input` is required", param="input")
+    items = as_input([] if asked.input is None else asked.input)
+    if not items and asked.previous_response_id is None:
+        raise BadRequest("`input` must not be empty: send at least one item", param="input")
+    for index, item in enumerate(items[:-1]):
+        if item_kind(item, f"input[{index}]") == TRIGGER:
+            raise BadRequest(f"`input[{index}]` must be the last item", param=f"input[{index}].type")
+    stream = bool(asked.stream) and not compact
     if items and item_kind(items[-1], "input") == TRIGGER:
-        request = replace(request, input=items[:-1], compact=True)
-    return request
+        items, compact = items[:-1], True
+    return ResponsesRequest(fields, asked, items, tools_of(asked.tools or []), compact, stream)
 
 
 def chat_fields(request: ResponsesRequest) -> Fields:
@@ -171,54 +190,25 @@ def chat_fields(request: ResponsesRequest) -> Fields:
         for name in _AS_THEY_ARE
         if name in request.fields and raw_value(request.fields, name) is not None
     }
-    if request.own_limit:
-        fields["max_tokens"] = request.fields["max_output_tokens"]
+    asked = request.read
+    values: dict[str, Any] = {"max_tokens": asked.max_output_tokens}
     if request.stream:
-        fields["stream"] = raw(True)
-        fields["stream_options"] = raw({"include_usage": True})
+        values |= {"stream": True, "stream_options": {"include_usage": True}}
     if request.logprobs:
-        fields["logprobs"] = raw(True)
-        if top_logprobs := raw_value(request.fields, "top_logprobs"):
-            fields["top_logprobs"] = msgspec.Raw(top_logprobs)
-    reasoning = read(request.fields, "reasoning", _Reasoning)
-    if reasoning is not None and reasoning.effort is not None:
-        fields["reasoning_effort"] = raw(reasoning.effort)
-    if not request.compact and (form := _response_format(request.fields)) is not None:
-        fields["response_format"] = raw(form)
-    _add_tools(fields, request)
-    return fields
+        values |= {"logprobs": True, "top_logprobs": asked.top_logprobs}
+    values["reasoning_effort"] = asked.reasoning.effort if asked.reasoning else None
+    if asked.text is not None and not request.compact:
+        values["response_format"] = _response_format(asked.text.format)
+    choice = choice_of(asked.tool_choice, request.tools)
+    if request.tools.functions:
+        values |= {"tools": request.tools.functions, "parallel_tool_calls": asked.parallel_tool_calls}
+        # the tools stay, so that the prompt continues the conversation
+        values["tool_choice"] = "none" if request.compact else choice
+    return fields | {name: raw(value) for name, value in values.items() if value is not None}
 
 
-def _input(fields: Fields, previous: str | None) -> list[Item]:
-    value = read(fields, "input", Any)
-    if value is None and previous is None:
-        raise BadRequest("`input` is required", param="input")
-    items = as_input([] if value is None else value)
-    if not items and previous is None:
-        raise BadRequest("`input` must not be empty: send at least one item", param="input")
-    for index, item in enumerate(items[:-1]):
-        if item_kind(item, f"input[{index}]") == TRIGGER:
-            raise BadRequest(f"`input[{index}]` must be the last item", param=f"input[{index}].type")
-    return items
-
-
-def _add_tools(fields: Fields, request: ResponsesRequest) -> None:
-    choice = choice_of(read(request.fields, "tool_choice", Any), request.tools)
-    if not request.tools.functions:
-        return
-    fields["tools"] = raw(request.tools.functions)
-    if request.compact:
-        choice = "none"  # the tools stay, so that the prompt continues the conversation
-    if choice is not None:
-        fields["tool_choice"] = raw(choice)
-    parallel = read(request.fields, "parallel_tool_calls", bool)
-    if parallel is not None:
-        fields["parallel_tool_calls"] = raw(parallel)
-
-
-def _response_format(fields: Fields) -> Item | None:
-    text = read(fields, "text", _Text)
-    form = text.format if text else None
+def _response_format(form: _Format | None) -> Item | None:
+    """`response_format` of a chat completion; None for a text. Raises BadRequest."""
     if form is None or form.type == "text":
         return None
     if form.type == "json_object":
@@ -229,12 +219,18 @@ def _response_format(fields: Fields) -> Item | None:
         )
     if form.schema is None:
         raise BadRequest("`text.format.schema` is required", param="text.format.schema")
-    name = text_field({"name": form.name}, "name", "text.format")
-    schema: Item = {"name": name, "schema": form.schema}
-    for key, value in (("description", form.description), ("strict", form.strict)):
-        if value is not None:
-            schema[key] = value
-    return {"type": "json_schema", "json_schema": schema}
+    if form.name is None:
+        raise BadRequest("`text.format.name` is required", param="text.format.name")
+    schema = {
+        "name": form.name,
+        "schema": form.schema,
+        "description": form.description,
+        "strict": form.strict,
+    }
+    return {
+        "type": "json_schema",
+        "json_schema": {name: value for name, value in schema.items() if value is not None},
+    }
 
 
 # --- tools
