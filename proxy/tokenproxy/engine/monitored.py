@@ -30,22 +30,24 @@ class MonitoredEngine:
         exchange = running_exchange()
         if exchange is None:
             return await self._engine.send(request)
-        call = _Call(exchange, self._in_flight, self._span(exchange, request))
-        if call.span.recording:
-            request = replace(request, headers=call.span.inject(request.headers))
+        span = self._span(exchange, request)
+        if span.recording:
+            request = replace(request, headers=span.inject(request.headers))
+        self._in_flight.inc()
         began = perf_counter()
         try:
             response = await self._engine.send(request)
         except BaseException as error:  # cancellation too: the call is no longer in flight
-            call.end(error)
+            self._in_flight.dec()
+            _end_span(span, error)
             raise
         finally:
             exchange.waited_s += perf_counter() - began
-        if call.span.recording:
-            call.span.set({"http.response.status_code": response.status})
+        if span.recording:
+            span.set({"http.response.status_code": response.status})
             if response.status >= 500:
-                call.span.fail(f"the engine answered {response.status}")
-        return MonitoredResponse(response, call)
+                span.fail(f"the engine answered {response.status}")
+        return MonitoredResponse(response, exchange, self._in_flight, span)
 
     def verify(self, verify: Callable[[], Awaitable[None]] | None) -> None:
         """See `Engine.verify`."""
@@ -73,62 +75,41 @@ class MonitoredEngine:
         return parent.child(f"chat {model}".rstrip(), attributes, client=True)
 
 
-class _Call:
-    """One call of an engine, from the request to the end of the response."""
-
-    __slots__ = ("_in_flight", "exchange", "span")
-
-    def __init__(self, exchange: Exchange, in_flight: Gauge, span: Span) -> None:
-        self.exchange = exchange
-        self.span = span
-        self._in_flight: Gauge | None = in_flight
-        in_flight.inc()
-
-    def end(self, error: BaseException | None = None) -> None:
-        """End the observation of the call. A second call does nothing."""
-        in_flight, self._in_flight = self._in_flight, None
-        if in_flight is None:
-            return
-        in_flight.dec()
-        # without recording, this is the request's own span, which ends with the request
-        if self.span.recording:
-            self.span.end(error)
-
-
 class MonitoredResponse:
     """The response to a call, which ends with `aclose`."""
 
-    def __init__(self, response: Response, call: _Call) -> None:
+    def __init__(self, response: Response, exchange: Exchange, in_flight: Gauge, span: Span) -> None:
+        """`in_flight` counts the call until it ends."""
         self.status = response.status
         self.headers = response.headers
         self._response = response
-        self._call = call
+        self._exchange = exchange
+        self._in_flight: Gauge | None = in_flight
+        self._span = span
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """See `Response.chunks`."""
-        exchange = self._call.exchange
         began = perf_counter()
         try:
             async for chunk in self._response.chunks():
-                exchange.waited_s += perf_counter() - began
+                self._exchange.waited_s += perf_counter() - began
                 yield chunk
                 began = perf_counter()
         except ApiError as error:
-            self._call.end(error)
+            self._end(error)
             raise
-        exchange.waited_s += perf_counter() - began
+        self._exchange.waited_s += perf_counter() - began
 
     async def read(self) -> bytes:
         """See `Response.read`."""
-        exchange = self._call.exchange
         began = perf_counter()
         try:
             return await self._response.read()
         except ApiError as error:
-            self._call.end(error)
+            self._end(error)
             raise
         finally:
-            exchange.waited_s += perf_counter() - began
+            self._exchange.waited_s += perf_counter() - began
 
     async def aclose(self) -> None:
         """See `Response.aclose`."""
@@ -136,5 +117,18 @@ class MonitoredResponse:
         try:
             await self._response.aclose()
         finally:
-            self._call.exchange.waited_s += perf_counter() - began
-            self._call.end()
+            self._exchange.waited_s += perf_counter() - began
+            self._end()
+
+    def _end(self, error: ApiError | None = None) -> None:
+        """End the observation of the call. A second time does nothing."""
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            in_flight.dec()
+            _end_span(self._span, error)
+
+
+def _end_span(span: Span, error: BaseException | None) -> None:
+    # without recording, this is the request's own span, which ends with the request
+    if span.recording:
+        span.end(error)

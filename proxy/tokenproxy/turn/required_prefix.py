@@ -181,7 +181,7 @@ async def render_with_prefix(
         return ids.dump(tokens), len(required)
 
     try:
-        prompt, count = await services.in_thread(splice)
+        prompt, count = await services.encoders.run(splice)
     except msgspec.DecodeError as error:
         raise BadRequest(
             f"`{prefix.field}` holds an id that is out of vocabulary", param=prefix.field

@@ -68,7 +68,38 @@ class PlannedTurn:
             raise Unavailable("the fleet serves another model since this request began: send it again")
         self.replica = replica
         self.tag = self.services.fleet.weights.begin(replica, stream=self.request.stream)
-        return await _send(self.request, self.plan, replica, self.services)
+        request, plan, services = self.request, self.plan, self.services
+        recorded = plan.placement.conversation is not None
+        fields = _request_for_engine(request, evidence=recorded or request.visible.on_messages)
+        if services.cache_salt_by_version and replica.weight_version is not None:
+            fields.setdefault("cache_salt", raw(replica.weight_version))
+        headers, route = _headers(request, plan), request.engine_route
+        if prompt_of(plan) and route is EngineRoute.CHAT:
+            response = await self._send_ids(replica, fields, headers)
+        else:  # the engine renders the prompt, or it stands in the fields
+            call = Request("POST", route, headers, join(fields), repeatable=True)
+            response = await replica.engine.send(call)
+            if response.status == _BAD_REQUEST and route in _PROMPT_FIELDS:
+                response = await rename_errors(response, _PROMPT_FIELDS[route])
+        if response.status < 400:
+            for each in plan.prompts:  # the replica holds prompts that are in no recorded turn of it
+                if (ids := prompt_of(each)) and not each.placement.holder:
+                    services.fleet.prefix_caches.note(ids, replica)
+        return response
+
+    async def _send_ids(self, replica: Replica, fields: Fields, headers: Headers) -> Response:
+        """Send a chat completion whose prompt is exact ids."""
+        capabilities, images, single = replica.require_capabilities(), images_of(self.plan), b""
+        prompt, given = prompt_of(self.plan), self.request.required_prefix or self.request.given
+        token_in = GenerateTokenIn() if images else capabilities.require_token_in()
+        if images:
+            placeholder = capabilities.require_images().placeholder
+            single = await self.services.encoders.run(
+                lambda: single_placeholders(prompt, placeholder, images)
+            )
+        name = given.field if given else "messages"
+        completion = TokenRequest(prompt, fields, headers, name, single, [each.image for each in images])
+        return await token_in.complete(replica.engine, completion)
 
     async def add_weights(self, completion: Completion) -> None:
         """Add the versions of the weights to choices that ended, unless the engine reported them."""
@@ -143,7 +174,13 @@ async def plan_turn(request: ChatRequest, services: Services, claims: Claims) ->
     if request.needs_token_in:
         model.capabilities.require_token_in()
     with span("plan", {}) as planning:
-        plan = await _plan(request, model, services, claims)
+        planner, served = services.history.planner, served_model(model, request, services)
+        if request.required_prefix is None:
+            plan = await planner.plan(request, served, claims)
+        else:
+            prefix, fields, headers = request.required_prefix, request.fields, request.headers
+            rendered = await render_with_prefix(prefix, fields, headers, model, services)
+            plan = await planner.plan_prefix(request, rendered.prompt, rendered.prefix, served, claims)
         describe_plan(planning, plan)
     describe_request(request, plan)
     return PlannedTurn(request, services, plan, model)
@@ -172,58 +209,6 @@ def _images_fit(request: ChatRequest) -> bool:
     return GenerateTokenIn().supports(request.fields) and not any(
         raw_value(request.fields, name) for name in _IMAGE_OPTIONS
     )
-
-
-async def _plan(request: ChatRequest, model: FleetModel, services: Services, claims: Claims) -> PromptPlan:
-    planner, served = services.history.planner, served_model(model, request, services)
-    if request.required_prefix is None:
-        return await planner.plan(request, served, claims)
-    rendered = await render_with_prefix(
-        request.required_prefix, request.fields, request.headers, model, services
-    )
-    return await planner.plan_prefix(request, rendered.prompt, rendered.prefix, served, claims)
-
-
-async def _send(request: ChatRequest, plan: PromptPlan, replica: Replica, services: Services) -> Response:
-    recorded = plan.placement.conversation is not None
-    evidence = recorded or request.visible.on_messages
-    fields = _request_for_engine(request, evidence=evidence)
-    if services.cache_salt_by_version and replica.weight_version is not None:
-        fields.setdefault("cache_salt", raw(replica.weight_version))
-    headers, prompt, route = _headers(request, plan), prompt_of(plan), request.engine_route
-    if not prompt or route is not EngineRoute.CHAT:  # the engine renders it, or it stands in the fields
-        call = Request("POST", route, headers, join(fields), repeatable=True)
-        response = await replica.engine.send(call)
-        if response.status == _BAD_REQUEST and route in _PROMPT_FIELDS:
-            response = await rename_errors(response, _PROMPT_FIELDS[route])
-    else:
-        response = await _send_ids(request, plan, replica, services, fields, headers)
-    if response.status < 400:
-        for each in plan.prompts:  # the replica holds prompts that are in no recorded turn of it
-            if (ids := prompt_of(each)) and not each.placement.holder:
-                services.fleet.prefix_caches.note(ids, replica)
-    return response
-
-
-async def _send_ids(
-    request: ChatRequest,
-    plan: PromptPlan,
-    replica: Replica,
-    services: Services,
-    fields: Fields,
-    headers: Headers,
-) -> Response:
-    """Send a chat completion whose prompt is exact ids."""
-    given = request.required_prefix or request.given
-    capabilities, images, single = replica.require_capabilities(), images_of(plan), b""
-    prompt = prompt_of(plan)
-    token_in = GenerateTokenIn() if images else capabilities.require_token_in()
-    if images:
-        placeholder = capabilities.require_images().placeholder
-        single = await services.in_thread(lambda: single_placeholders(prompt, placeholder, images))
-    name = given.field if given else "messages"
-    completion = TokenRequest(prompt, fields, headers, name, single, [each.image for each in images])
-    return await token_in.complete(replica.engine, completion)
 
 
 def _request_for_engine(request: ChatRequest, *, evidence: bool) -> Fields:

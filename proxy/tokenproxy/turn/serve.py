@@ -77,7 +77,7 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
             )
         body = await response.read()
         read = partial(_read, body, prompt_of(plan), batch, answer)
-        completion, shown = read() if len(body) < _READ_ON_THREAD_BYTES else await services.in_thread(read)
+        completion, shown = read() if len(body) < _READ_ON_THREAD_BYTES else await services.encoders.run(read)
         await recording.add(completion)
         if isinstance(shown, ApiError):
             raise shown

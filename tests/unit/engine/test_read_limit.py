@@ -1,6 +1,6 @@
 import pytest
 
-from tokenproxy.engine.read_limit import GRACE_S, SLOWEST, ReadLimit
+from tokenproxy.engine.http import GRACE_S, SLOWEST, ReadLimit
 
 _IDLE_S = 60.0
 

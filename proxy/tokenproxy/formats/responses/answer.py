@@ -86,7 +86,8 @@ class ResponsesTranslation(Translation):
         self._before_end = self._sequence
         events = self._complete()
         kind = self._final["status"]
-        if kind == "incomplete" and self.finish == "length" and self._request.read.max_output_tokens is None:
+        own_limit = self._request.read.max_output_tokens is not None
+        if kind == "incomplete" and self.finish == "length" and not own_limit:
             # Codex repeats a request whose response ends with `response.incomplete`; a limit that the client
             # did not set is the server's own, and a repeated answer would be as long
             kind = "completed"
