@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from chat_tokenizer import ChatTokenizer, InvalidIds, ids
+from chat_tokenizer import InvalidIds, ids
 from chat_tokenizer.messages import image_url
 from tokenproxy.base.errors import BadRequest
 from tokenproxy.base.fields import parse, raw_value, read
@@ -194,14 +194,3 @@ def needs_ids() -> BadRequest:
     return BadRequest(
         "`append_messages` needs the ids it is appended to, in `prompt_ids`", param="prompt_ids"
     )
-
-
-def in_vocabulary(raw: bytes, tokenizer: ChatTokenizer, field: str) -> list[int]:
-    """Checked ids as integers; BadRequest, naming `field`, if one of them does not exist."""
-    try:
-        values = msgspec.json.decode(raw, type=list[int])
-    except msgspec.DecodeError as error:
-        raise BadRequest(f"`{field}` holds an id that is out of vocabulary", param=field) from error
-    if (largest := max(values)) >= tokenizer.vocab_size:
-        raise BadRequest(f"Token id {largest} is out of vocabulary", param=field)
-    return values

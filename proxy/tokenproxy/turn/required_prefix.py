@@ -16,7 +16,14 @@ from typing import Any
 
 import msgspec
 
-from chat_tokenizer import InvalidIds, PrefixMismatch, TemplateUnsupported, ids, replace_prefix_tokens
+from chat_tokenizer import (
+    ChatTokenizer,
+    InvalidIds,
+    PrefixMismatch,
+    TemplateUnsupported,
+    ids,
+    replace_prefix_tokens,
+)
 from tokenproxy.base.errors import BadRequest, EngineBroken, Unsupported
 from tokenproxy.base.fields import NULL, flag, is_null, join, raw, raw_value, read, read_messages
 from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response
@@ -174,18 +181,12 @@ async def render_with_prefix(
     tokenizer = model.require_tokenizer()
 
     def splice() -> tuple[bytes, int]:
-        required = msgspec.json.decode(prefix.raw, type=list[int])
-        if (largest := max(required)) >= tokenizer.vocab_size:
-            raise BadRequest(f"Token id {largest} is out of vocabulary", param=prefix.field)
+        required = in_vocabulary(prefix.raw, tokenizer, prefix.field)
         tokens = replace_prefix_tokens(tokenizer, required, before["tokens"], whole["tokens"])
         return ids.dump(tokens), len(required)
 
     try:
         prompt, count = await services.encoders.run(splice)
-    except msgspec.DecodeError as error:
-        raise BadRequest(
-            f"`{prefix.field}` holds an id that is out of vocabulary", param=prefix.field
-        ) from error
     except PrefixMismatch as error:
         raise BadRequest(f"`{prefix.field}`: {error}", param=prefix.field, code="prefix_mismatch") from error
     except TemplateUnsupported as error:
@@ -193,6 +194,17 @@ async def render_with_prefix(
             f"cannot keep the prefix: {error}", param=prefix.field, code="template_unsupported"
         ) from error
     return RenderedPrefix(prompt, count, whole)
+
+
+def in_vocabulary(raw: bytes, tokenizer: ChatTokenizer, field: str) -> list[int]:
+    """Checked ids as integers; BadRequest, naming `field`, if one of them does not exist."""
+    try:
+        values = msgspec.json.decode(raw, type=list[int])
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"`{field}` holds an id that is out of vocabulary", param=field) from error
+    if (largest := max(values)) >= tokenizer.vocab_size:
+        raise BadRequest(f"Token id {largest} is out of vocabulary", param=field)
+    return values
 
 
 async def _render(fields: Fields, headers: Headers, services: Services) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from tokenproxy.base.request import ChatRequest, RequiredPrefix
 from tokenproxy.base.types import Fields, Headers
 from tokenproxy.formats.base import chat_request, visible_of
 from tokenproxy.formats.prompt_fields import (
-    in_vocabulary,
     join_messages,
     media_fields,
     needs_ids,
@@ -20,7 +19,7 @@ from tokenproxy.formats.prompt_fields import (
     take_prompt,
 )
 from tokenproxy.record.given import append_messages, place_images
-from tokenproxy.turn.required_prefix import PrefixRefused, render_with_prefix, take_prefix
+from tokenproxy.turn.required_prefix import PrefixRefused, in_vocabulary, render_with_prefix, take_prefix
 from tokenproxy.turn.sending import served_model
 from tokenproxy.turn.services import Services
 from tokenproxy.web.base import Route, parsed

@@ -97,6 +97,20 @@ async def test_an_error_after_the_start() -> None:
     assert b'"type":"invalid_request_error","message":"no"' in content.split(b"\n\n")[-2]
 
 
+async def test_a_retry_that_gets_an_earlier_stream_begins_once() -> None:
+    earlier, responds = MessagesTranslation("claude"), asyncio.Event()
+    body = earlier.event(b"", None, chunk("stop", content="a")) + earlier.end()
+
+    async def serve() -> Response:
+        await responds.wait()
+        return BytesResponse(200, [(b"content-type", b"text/event-stream")], body)
+
+    response = await serve_early(serve, MessagesTranslation("claude"), 0)
+    responds.set()
+    content = await response.read()
+    assert _kinds(content) == _kinds(body) and content.split(b"\n\n")[1:] == body.split(b"\n\n")[1:]
+
+
 async def test_a_client_that_leaves_before_the_engine_responds_ends_the_turn() -> None:
     ended = asyncio.Event()
 

@@ -10,7 +10,7 @@ from tokenproxy.base.error_formats import exceeds_context, openai_error, respons
 from tokenproxy.base.errors import ApiError, EngineBroken, Unavailable
 from tokenproxy.base.fields import raw_value
 from tokenproxy.formats.responses.items import Item, Names, input_item_id, response_id
-from tokenproxy.formats.responses.output import Event, Output, OutputOptions
+from tokenproxy.formats.responses.output import Event, Output
 from tokenproxy.formats.responses.records import ResponseRecord, Summary
 from tokenproxy.formats.responses.request import ResponsesRequest
 from tokenproxy.formats.translated import Translation
@@ -147,9 +147,10 @@ class ResponsesTranslation(Translation):
     def _outputs(self) -> Output:
         if self._output is None:
             request = self._request
-            options = OutputOptions(request.tools, request.summary, request.encrypted)
             # a stream that began early has a name of its own, because the turn had none
-            self._output = Output(options, self._names)
+            self._output = Output(
+                self._names, request.tools, summary=request.summary, encrypted=request.encrypted
+            )
         return self._output
 
     @property

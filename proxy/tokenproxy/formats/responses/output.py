@@ -4,7 +4,6 @@ An item is open while pieces of it arrive. One is open at a time: the first piec
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tokenproxy.base.errors import EngineBroken
@@ -14,17 +13,6 @@ from tokenproxy.record.turn import new_id
 from tokenproxy.turn import wire
 
 Event = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class OutputOptions:
-    """What a client requested of the output."""
-
-    tools: Tools
-    summary: bool
-    """Whether reasoning goes into the summary of its item, not into its content."""
-    encrypted: bool
-    """Whether reasoning has encrypted content."""
 
 
 class _Open(ABC):
@@ -164,12 +152,20 @@ class _Call(_Open):
 class Output:
     """The output of one turn, from the pieces of its message."""
 
-    def __init__(self, options: OutputOptions, names: Names) -> None:
-        """`names`: of the items."""
+    def __init__(self, names: Names, tools: Tools, *, summary: bool, encrypted: bool) -> None:
+        """An output without items.
+
+        Args:
+            names: of the items.
+            summary: whether reasoning goes into the summary of its item, not into its content.
+            encrypted: whether reasoning has encrypted content.
+        """
         self.items: list[Item] = []
         """Those that are complete."""
-        self._options = options
         self._names = names
+        self._tools = tools
+        self._reasoning = _SUMMARY if summary else _REASONING
+        self._encrypted = encrypted
         self._open: _Open | None = None
         self._call_index: int | None = None
         """Of the open call, as the engine counts."""
@@ -188,7 +184,7 @@ class Output:
         """
         events: list[Event] = []
         if thought:
-            events += self._add_text(_SUMMARY if self._options.summary else _REASONING, thought, [])
+            events += self._add_text(self._reasoning, thought, [])
         if text := wire.text_of(message):
             events += self._add_text(_MESSAGE, text, logprobs)
         if refusal := wire.text_of(message, "refusal"):
@@ -221,7 +217,7 @@ class Output:
         index = len(self.items)
         if kind in (_MESSAGE, _REFUSAL):
             return _Text(self._names.item("message", index), index, kind, None)
-        encrypted = self._names.encrypted(index) if self._options.encrypted else None
+        encrypted = self._names.encrypted(index) if self._encrypted else None
         return _Text(self._names.item("reasoning", index), index, kind, encrypted)
 
     def _add_call(self, call: wire.CallPiece) -> list[Event]:
@@ -236,7 +232,7 @@ class Output:
                 self._unnamed[call.position] = identity
                 return []
             events = self._close("completed")
-            index, tools = len(self.items), self._options.tools
+            index, tools = len(self.items), self._tools
             kind = "custom_tool_call" if call.name in tools.custom else "function_call"
             name = self._names.item(kind, index)
             events += self._begin(_Call(name, index, identity, call.name, tools))

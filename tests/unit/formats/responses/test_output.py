@@ -6,7 +6,7 @@ import pytest
 
 from tokenproxy.base.errors import EngineBroken
 from tokenproxy.formats.responses.items import Names
-from tokenproxy.formats.responses.output import Output, OutputOptions
+from tokenproxy.formats.responses.output import Output
 from tokenproxy.formats.responses.request import Tools
 
 _BASE = "a" * 32
@@ -18,7 +18,7 @@ def _call(index: int, call: Any = None, name: Any = None, arguments: Any = None)
 
 
 def _output(*parts: dict[str, Any]) -> tuple[Output, list[dict[str, Any]]]:
-    made = Output(OutputOptions(tools=Tools(), summary=False, encrypted=False), Names(_BASE))
+    made = Output(Names(_BASE), Tools(), summary=False, encrypted=False)
     events = [event for part in parts for event in made.add(part, "", [])]
     return made, [*events, *made.end("completed")]
 
