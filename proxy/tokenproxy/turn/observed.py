@@ -58,38 +58,34 @@ def describe_request(request: ChatRequest, plan: PromptPlan) -> None:
 
 
 def _described(plan: PromptPlan) -> dict[str, Value | None]:
-    recorded = plan.placement.conversation is not None
-    described: dict[str, Value | None] = {
+    appended = reused = None
+    if isinstance(plan, Extended | Given):
+        appended = plan.appended if isinstance(plan, Given) else len(plan.appended)
+        reused = sum(prompt.reused for prompt in plan.prompts if isinstance(prompt, Extended | Given))
+    return {
         "source": str(plan.source),
         "reason": str(plan.reason) if plan.reason else None,
         "session": plan.placement.session.name if plan.rollout is not None else None,
-        "turn": plan.placement.turn_id if recorded else None,
+        "turn": plan.placement.turn_id if plan.placement.conversation is not None else None,
+        "reused": reused,
+        "appended": appended,
     }
-    if isinstance(plan, Extended):
-        described.update(reused=plan.reused, appended=len(plan.appended))
-    elif isinstance(plan, Given):
-        reused = sum(prompt.reused for prompt in plan.prompts if isinstance(prompt, Given))
-        described.update(reused=reused, appended=plan.appended)
-    return described
 
 
 def add_prompt_headers(response: Response, plan: PromptPlan) -> None:
     """Report on a successful response where its prompts came from and where their turns are recorded."""
     if response.status >= 400:
         return
-    placement, appended = plan.placement, None
-    if isinstance(plan, Extended | Given):
-        appended = str(plan.appended if isinstance(plan, Given) else len(plan.appended))
-    reused = sum(prompt.reused for prompt in plan.prompts if isinstance(prompt, Extended | Given))
+    said, candidates = _described(plan), plan.placement.candidates
     headers = {
-        b"x-prompt-source": plan.source,
-        b"x-prompt-reused": str(reused),
-        b"x-prompt-appended": appended,
-        b"x-prompt-reason": plan.reason,
-        b"x-prompt-candidates": str(placement.candidates) if placement.candidates > 1 else None,
-        b"x-session-id": placement.session.name if plan.rollout is not None else None,
-        b"x-turn-id": placement.turn_id if placement.conversation is not None else None,
+        b"x-prompt-source": said["source"],
+        b"x-prompt-reused": said["reused"] or 0,
+        b"x-prompt-appended": said["appended"],
+        b"x-prompt-reason": said["reason"],
+        b"x-prompt-candidates": candidates if candidates > 1 else None,
+        b"x-session-id": said["session"],
+        b"x-turn-id": said["turn"],
     }
     # an engine that is a tokenproxy itself has set these headers for its own prompt
     response.headers = [pair for pair in response.headers if pair[0] not in headers]
-    response.headers += [(name, value.encode()) for name, value in headers.items() if value is not None]
+    response.headers += [(name, str(value).encode()) for name, value in headers.items() if value is not None]
