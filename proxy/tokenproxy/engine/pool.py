@@ -45,7 +45,6 @@ class ConnectionPool:
         self._connect_timeout_s = connect_timeout_s
         self._idle: list[Connection] = []
         """The one used last is at the end."""
-        self._sweep: asyncio.TimerHandle | None = None
         self._closed = False
 
     async def get(self, method: str, *, fresh: bool = False) -> Connection:
@@ -76,17 +75,15 @@ class ConnectionPool:
         if self._closed or not connection.usable or not connection.complete:
             connection.abort()
             return
-        loop = asyncio.get_running_loop()
-        connection.reused, connection.idle_since = True, loop.time()
+        connection.reused, connection.idle_since = True, asyncio.get_running_loop().time()
         self._idle.append(connection)
-        if self._sweep is None:
-            self._sweep = loop.call_later(KEEPALIVE_S, self._close_old)
+        # the engine closes those that nobody gives back after
+        while connection.idle_since - self._idle[0].idle_since > KEEPALIVE_S:
+            self._idle.pop(0).abort()
 
     def close(self) -> None:
         """Close the idle connections, and others when they are given back."""
         self._closed = True
-        if self._sweep is not None:
-            self._sweep.cancel()
         for connection in self._idle:
             connection.abort()
         self._idle.clear()
@@ -99,21 +96,6 @@ class ConnectionPool:
                 return connection
             connection.abort()
         return None
-
-    def _close_old(self) -> None:
-        """Close the connections that were idle for too long."""
-        loop = asyncio.get_running_loop()
-        oldest = loop.time() - KEEPALIVE_S
-        kept = []
-        for connection in self._idle:
-            if connection.usable and connection.idle_since > oldest:
-                kept.append(connection)
-            else:
-                connection.abort()
-        self._idle = kept
-        self._sweep = None
-        if kept:
-            self._sweep = loop.call_later(kept[0].idle_since - oldest, self._close_old)
 
     async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
