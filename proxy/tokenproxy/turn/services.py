@@ -1,6 +1,8 @@
 """The services that requests are served with; one set per application."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from tokenproxy.fleet.fleet import Fleet
 from tokenproxy.fleet.membership import Membership
@@ -11,6 +13,8 @@ from tokenproxy.record.store_time import REQUEST_S
 from tokenproxy.store.guarded import GuardedStore
 from tokenproxy.turn.model_aliases import ModelAliases
 from tokenproxy.turn.running import RunningRequests
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -38,3 +42,7 @@ class Services:
     """Whether a request's API key names its session, if nothing checks the key."""
     running: RunningRequests = field(default_factory=RunningRequests)
     """The running requests, which are cut off when the process stops."""
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Run small `work` on an encoder thread."""
+        return await self.encoders.run(work)

@@ -83,7 +83,7 @@ class OneSession(StoreRoute):
             shown = [_shown(turn, classes[turn.id], rewards.get(turn.id), with_ids) for turn in turns]
             return {"agents": agents_of(turns, classes), "turns": shown}
 
-        tree = await services.encoders.run(show)
+        tree = await services.in_thread(show)
         return json_response({**_described(session), "reward": rewards.get(""), **tree})
 
 
@@ -110,7 +110,7 @@ class SessionSamples(StoreRoute):
             rows = [layout.row(sample) for sample in result.samples]
             return json_response({"id": name, "samples": rows, "refused": result.refused})
 
-        return await services.encoders.run(export)
+        return await services.in_thread(export)
 
 
 class SessionTraces(StoreRoute):
@@ -132,7 +132,7 @@ class SessionTraces(StoreRoute):
 
         most = None if math.isinf(limit) else int(limit)
         return json_response(
-            await services.encoders.run(lambda: traces_of(turns, name, since=since, limit=most))
+            await services.in_thread(lambda: traces_of(turns, name, since=since, limit=most))
         )
 
 
