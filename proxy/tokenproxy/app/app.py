@@ -30,11 +30,10 @@ from tokenproxy.store.fleet_words import StoredWords
 from tokenproxy.turn.running import RunningRequests
 from tokenproxy.turn.services import Services
 from tokenproxy.web.auth import ApiKeys, NoKeys, is_loopback
-from tokenproxy.web.credentials import EngineCredentials, TenantOf, single_tenant, tenant_in_scope
+from tokenproxy.web.credentials import EngineCredentials, TenantOf, tenant_in_scope
 from tokenproxy.web.gate import Gate
-from tokenproxy.web.key_file import KeyFile
-from tokenproxy.web.mount import DirectRoutes, mount
-from tokenproxy.web.routes import all_routes
+from tokenproxy.web.keys import KeyFile
+from tokenproxy.web.routes import DirectRoutes, all_routes, mount
 
 
 @asynccontextmanager
@@ -184,8 +183,6 @@ def _guard(app: FastAPI, settings: Settings, key_file: KeyFile | None) -> None:
 
 def _tenant_of(settings: Settings, credentials: EngineCredentials) -> TenantOf:
     """Choose what verifies credentials: the proxy with its own keys, or the engine."""
-    if settings.asks_for_keys:
-        return tenant_in_scope
-    if lends_credentials(settings):
-        return single_tenant  # the engine sees the proxy's key only, from every client
-    return credentials.tenant_of
+    # the engine sees the proxy's key only, from every client, if it lends one
+    own = settings.asks_for_keys or lends_credentials(settings)
+    return tenant_in_scope if own else credentials.tenant_of

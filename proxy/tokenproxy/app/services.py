@@ -23,7 +23,7 @@ from tokenproxy.turn.model_aliases import ModelAliases, parse_alias
 from tokenproxy.turn.running import RunningRequests
 from tokenproxy.turn.services import Services
 from tokenproxy.web.auth import is_loopback
-from tokenproxy.web.key_file import read_keys
+from tokenproxy.web.keys import read_keys
 
 
 def make_services(

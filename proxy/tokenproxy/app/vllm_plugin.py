@@ -39,7 +39,7 @@ from tokenproxy.settings.groups import proof_folder
 from tokenproxy.turn.running import RunningRequests
 from tokenproxy.turn.services import Services
 from tokenproxy.web.credentials import EngineCredentials
-from tokenproxy.web.mount import mount
+from tokenproxy.web.routes import mount
 
 log = logging.getLogger("tokenproxy")
 

@@ -12,7 +12,7 @@ from tokenproxy.fleet.membership import Membership
 from tokenproxy.formats.base import header
 from tokenproxy.turn.services import Services
 from tokenproxy.web.base import Route
-from tokenproxy.web.scopes import KeyScope
+from tokenproxy.web.keys import KeyScope
 
 
 class Replicas(Route):

@@ -20,9 +20,9 @@ from tokenproxy.record.store import StoreError
 from tokenproxy.record.store_time import store_time
 from tokenproxy.turn.services import Services
 from tokenproxy.web.base import Route
-from tokenproxy.web.credentials import SCOPE_KEY, SINGLE_TENANT, TenantOf
-from tokenproxy.web.paths import check_path, raw_path
-from tokenproxy.web.scopes import SCOPES_KEY, KeyScope
+from tokenproxy.web.credentials import SCOPE_KEY, TenantOf, tenant_in_scope
+from tokenproxy.web.gate import check_path, raw_path
+from tokenproxy.web.keys import SCOPES_KEY, KeyScope
 from tokenproxy.web.sending import send_body, send_error, send_events
 
 BODY_TIMEOUT_S = 30.0
@@ -81,8 +81,7 @@ class Endpoint:
         else:
             _check_scope(scope, self.route.needed_scope(scope["method"], unquote(path)))
         # Before the body is read: a client without a valid credential must not fill the memory
-        needs_tenant = self.route.needs_tenant
-        tenant = await self._tenant_of(scope) if needs_tenant else scope.get(SCOPE_KEY, SINGLE_TENANT)
+        tenant = await (self._tenant_of if self.route.needs_tenant else tenant_in_scope)(scope)
         query: bytes = scope.get("query_string", b"")
         return Request(
             scope["method"],

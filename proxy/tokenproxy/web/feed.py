@@ -32,15 +32,15 @@ from tokenproxy.samples.layouts import Layout
 from tokenproxy.samples.samples import Shared
 from tokenproxy.turn.services import Services
 from tokenproxy.web.base import StoreRoute
+from tokenproxy.web.keys import KeyScope
 from tokenproxy.web.parameters import (
+    check_name,
     check_parameters,
     number,
     requested_classes,
     requested_layout,
     requested_shared,
 )
-from tokenproxy.web.scopes import KeyScope
-from tokenproxy.web.session_names import check_name
 
 MOST_CONSUMERS = 64
 """Of one tenant: their names are in the metrics."""
@@ -110,7 +110,7 @@ class FeedAcknowledge(StoreRoute):
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """`{"consumer", "cursor"}`; returns both, with the cursor that is acknowledged now."""
-        fields, store = parse(request.body), services.history.store
+        fields, store = parse(request.body), services.store
         consumer, cursor = read(fields, "consumer", str), read(fields, "cursor", str)
         if consumer is None:
             raise BadRequest("`consumer` is required: the name with which it reads", param="consumer")
@@ -131,7 +131,7 @@ class FeedConsumers(StoreRoute):
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """`{"object", "data": [{"consumer", "cursor", "waiting", "oldest"}]}`; `oldest` in seconds."""
-        found = await consumers.consumers(services.history.store, request.tenant)
+        found = await consumers.consumers(services.store, request.tenant)
         return json_response({"object": "list", "data": [_described(consumer) for consumer in found]})
 
 
@@ -149,7 +149,7 @@ class OneFeedConsumer(StoreRoute):
     async def answer(self, request: Request, services: Services, /) -> Response:
         """`{"consumer", "deleted"}`. If it reads again, it begins at the beginning."""
         name = check_name(request.parameters["consumer"], "consumer")
-        if not await consumers.forget(services.history.store, request.tenant, name):
+        if not await consumers.forget(services.store, request.tenant, name):
             raise NotFound(
                 f"unknown consumer {name!r}: it never read, or was removed",
                 param="consumer",
@@ -208,7 +208,7 @@ def _position(cursor: str, param: str) -> int:
 
 async def _read_or_wait(requested: _FeedRequest, tenant: str, services: Services) -> FeedStep:
     """The first step that finds a rollout; the last one before the time is over or the proxy stops."""
-    store, watch = services.history.store, services.history.feed_watch
+    store, watch = services.store, services.history.feed_watch
     deadline = time.monotonic() + requested.wait_s
     start = await _start(requested, tenant, store)
     end = (await store.feed_state()).end

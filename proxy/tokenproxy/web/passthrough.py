@@ -9,8 +9,8 @@ from tokenproxy.turn.services import Services
 from tokenproxy.web.admin import named_replica
 from tokenproxy.web.base import Route, parsed
 from tokenproxy.web.credentials import unverified_tenant
-from tokenproxy.web.scopes import KeyScope, scope_of_engine_route
-from tokenproxy.web.session_names import session_name
+from tokenproxy.web.keys import KeyScope, scope_of_engine_route
+from tokenproxy.web.parameters import session_name
 
 _SAFE = ("GET", "HEAD")
 _REPEATABLE = (

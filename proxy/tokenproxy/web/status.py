@@ -5,7 +5,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from tokenproxy.base.http import BytesResponse, Request, Response, json_response
 from tokenproxy.turn.services import Services
 from tokenproxy.web.base import Route
-from tokenproxy.web.scopes import KeyScope
+from tokenproxy.web.keys import KeyScope
 
 
 class Root(Route):
