@@ -63,13 +63,13 @@ class Endpoint:
             try:
                 services = self._services(scope)
                 with services.running.cuttable():
-                    request = await self._read(scope, receive, services.body_limit_bytes)
+                    request = await self._read(scope, receive, services.settings.body_limit_bytes)
             except ClientGone:
                 exchange.leave()
             except ApiError as error:
                 await send_error(send, error, scope["path"])
             else:
-                store_s = self.route.store_seconds or services.store_timeout_s
+                store_s = self.route.store_seconds or services.settings.store_timeout_s
                 with _ClientWatch(receive, exchange), store_time(store_s):
                     await self._serve(request, services, send)
 

@@ -37,6 +37,7 @@ from tokenproxy.web.parameters import (
     check_name,
     check_parameters,
     number,
+    refused_as,
     requested_classes,
     requested_layout,
     requested_shared,
@@ -168,7 +169,8 @@ def _read_parameters(request: Request) -> _FeedRequest:
     wait_s = number("wait", query_value(request, "wait", "0"))
     if not 0 <= wait_s <= LONGEST_WAIT_S:
         raise BadRequest(f"`wait` must be between 0 and {LONGEST_WAIT_S:g} seconds", param="wait")
-    metadata = tuple(_metadata(condition) for condition in query_values(request, "metadata"))
+    with refused_as("metadata", "`metadata` must be KEY=VALUE, as metadata=env%3Dmath"):
+        metadata = tuple(map(metadata_condition, query_values(request, "metadata")))
     weights = frozenset(query_values(request, "weight_version"))
     return _FeedRequest(
         consumer=check_name(consumer, "consumer") if consumer else "",
@@ -189,21 +191,9 @@ def _check_names(request: Request) -> None:
             raise BadRequest(f"`{name}` must have a value", param=name)
 
 
-def _metadata(condition: str) -> str:
-    """A condition. Raises BadRequest."""
-    try:
-        return metadata_condition(condition)
-    except ValueError as error:
-        raise BadRequest("`metadata` must be KEY=VALUE, as metadata=env%3Dmath", param="metadata") from error
-
-
 def _position(cursor: str, param: str) -> int:
-    try:
+    with refused_as(param, f"`{param}` must be a cursor that /v1/samples returned, or 0"):
         return cursor_position(cursor)
-    except ValueError as error:
-        raise BadRequest(
-            f"`{param}` must be a cursor that /v1/samples returned, or 0", param=param
-        ) from error
 
 
 async def _read_or_wait(requested: _FeedRequest, tenant: str, services: Services) -> FeedStep:

@@ -1,7 +1,11 @@
-"""The scopes of an API key: inference, reading recordings, administration.
+"""API keys: their scopes, and the file that holds several, which is read again when it changes.
 
-A route of the engine that is on no list needs `admin`. So a development route that a new version of vLLM adds
-needs `admin` by default.
+A route of the engine that is on no list needs the scope `admin`. So a development route that a new version of
+vLLM adds needs `admin` by default.
+
+The file holds SHA-256 digests. A key has 256 random bits, so guessing it is infeasible even with a fast
+digest: a password hash (scrypt, argon2) would cost each request milliseconds without a gain. A key begins
+with its id, which is hashed too, like a salt; a request is compared only with the digest of that id.
 """
 
 import asyncio

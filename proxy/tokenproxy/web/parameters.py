@@ -1,6 +1,6 @@
-"""Reads the session of a request from its headers or path, and the fields that the session sets.
+"""Reads what a request names: its session with the fields that it sets, and the parameters in its query.
 
-The first of these names it:
+The first of these names the session:
 
     1. `X-Session-ID`, which the base URL `/sessions/ID` sets too
     2. the client's API key, if `session_from_key` is set and nothing checks the key
@@ -12,7 +12,8 @@ All of them name explicit sessions of the request's tenant.
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 
 import msgspec
@@ -120,7 +121,7 @@ async def session_fields(request: Request, services: Services) -> SessionFields 
     Raises:
         BadRequest: it is not a valid name of a session.
     """
-    name = session_name(request, from_key=services.session_from_key)
+    name = session_name(request, from_key=services.settings.session_from_key)
     if name is None:
         return None
     history = services.history
@@ -202,3 +203,12 @@ def requested_layout(request: Request) -> Layout:
 def requested_classes(request: Request) -> frozenset[str]:
     """The parameter `class`, which may be repeated; empty for all classes."""
     return frozenset(query_values(request, "class"))
+
+
+@contextmanager
+def refused_as(param: str, message: str = "") -> Iterator[None]:
+    """Turn a ValueError about a parameter into a BadRequest; without `message`, with its own message."""
+    try:
+        yield
+    except ValueError as error:
+        raise BadRequest(message or str(error), param=param) from error

@@ -3,7 +3,7 @@
 from tokenproxy.base.errors import BadRequest
 from tokenproxy.base.fields import join, parse
 from tokenproxy.base.http import Request, Response
-from tokenproxy.fleet.routing import BYTES_PER_ID, Routing, body_digest
+from tokenproxy.fleet.choosing import BYTES_PER_ID, Routing, body_digest
 from tokenproxy.record.store import session_id
 from tokenproxy.turn.services import Services
 from tokenproxy.web.admin import named_replica
@@ -77,7 +77,7 @@ async def _with_served_model(request: Request, services: Services) -> bytes:
 def _session(request: Request, services: Services) -> str:
     """The key of the session that a request names; empty if it names none, or none that is valid."""
     try:
-        name = session_name(request, from_key=services.session_from_key)
+        name = session_name(request, from_key=services.settings.session_from_key)
     except BadRequest:
         return ""  # the engine's routes know no sessions
     return session_id(request.tenant, name) if name else ""

@@ -42,7 +42,7 @@ class TrlBatch(Route):
                 if prompt.is_text:
                     prompt = await _tokenise(prompt, request, services)
                 turn = turn_of(prompt, batch, request, session)
-                with store_time(self.store_seconds or services.store_timeout_s):
+                with store_time(self.store_seconds or services.settings.store_timeout_s):
                     response = await serve_turn(turn, services, answer)
                 if response.status >= 400:
                     raise _Refused(response)
