@@ -15,7 +15,7 @@ from tests.support.sockets import BODY, CHAT, HALF_HEAD, connect, head, until_cl
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy, run_server, wait_until
 from tokenproxy.app.app import create_app
-from tokenproxy.app.connections import connection_options
+from tokenproxy.app.server import connection_options
 from tokenproxy.settings import Settings
 
 _HEALTH = b"GET /health HTTP/1.1\r\nhost: proxy\r\n\r\n"
@@ -34,7 +34,7 @@ def strict(engine: FakeVllm) -> Iterator[httpx.Client]:
         pytest.MonkeyPatch.context() as patch,
         run_proxy([engine], store="memory:", body_limit_bytes=1000) as client,
     ):
-        patch.setattr("tokenproxy.app.connections.HEAD_TIMEOUT_S", 0.1)
+        patch.setattr("tokenproxy.app.server.HEAD_TIMEOUT_S", 0.1)
         patch.setattr("tokenproxy.web.endpoint.BODY_TIMEOUT_S", 0.1)
         yield client
 
@@ -116,7 +116,7 @@ def test_a_body_of_a_refused_request_does_not_keep_its_connection(
     usual: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A byte now and then after the 401 would postpone the end of keep-alive for ever."""
-    monkeypatch.setattr("tokenproxy.app.connections.LINGER_S", 0.05)
+    monkeypatch.setattr("tokenproxy.app.server.LINGER_S", 0.05)
     with connect(usual.base_url) as connection, contextlib.suppress(ConnectionError):
         connection.sendall(head(CHAT, "content-length: 1000000") + b"{")
         assert connection.recv(1000).startswith(b"HTTP/1.1 401 ")

@@ -9,7 +9,7 @@ import pytest
 
 from tokenproxy.cli.key import add_key
 from tokenproxy.cli.main import main
-from tokenproxy.web.key_file import KeyFile, read_keys
+from tokenproxy.web.keys import KeyFile, read_keys
 
 Capture = pytest.CaptureFixture[str]
 

@@ -1,4 +1,4 @@
-"""The proxy in front of stock vLLM servers: wiring only."""
+"""The proxy in front of stock vLLM servers, and the services that it shares with the plugin: wiring only."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -9,32 +9,115 @@ from prometheus_client import ProcessCollector
 from starlette.middleware.cors import CORSMiddleware
 
 from tokenproxy import __version__
-from tokenproxy.app.services import fleet_of, lends_credentials, make_services
 from tokenproxy.base.http import Request, Response
+from tokenproxy.base.image_fetch import ImageFetcher
 from tokenproxy.base.types import Scope
+from tokenproxy.base.urls import url_credentials
 from tokenproxy.engine.http import HttpEngine
 from tokenproxy.engine.monitored import MonitoredEngine
+from tokenproxy.fleet.choosing import Routing
 from tokenproxy.fleet.fleet import Fleet
-from tokenproxy.fleet.membership import Membership, Resolve, resolve_host
-from tokenproxy.fleet.queue import Hold
+from tokenproxy.fleet.membership import Membership, Resolve, fleet_id, resolve_host
+from tokenproxy.fleet.queue import Suspension
 from tokenproxy.fleet.replica import RETRY_S, Replica
-from tokenproxy.fleet.routing import Routing
 from tokenproxy.fleet.tokenizers import Tokenizers
+from tokenproxy.fleet.weight_calls import WeightCalls
 from tokenproxy.monitoring.metrics import Metrics, measure_lag
 from tokenproxy.monitoring.middleware import Monitor, Observer
 from tokenproxy.monitoring.tracing import make_tracing
+from tokenproxy.record.audit import Auditor
 from tokenproxy.record.encoders import EncoderPool
-from tokenproxy.settings import Settings
+from tokenproxy.record.history import History
+from tokenproxy.record.images import ImageLoader
+from tokenproxy.record.store import Limits
+from tokenproxy.settings import Settings, SettingsError
 from tokenproxy.settings.groups import proof_folder
 from tokenproxy.store.fleet_words import StoredWords
+from tokenproxy.store.guarded import GuardedStore
+from tokenproxy.store.monitored import timed_store
+from tokenproxy.store.urls import make_store
+from tokenproxy.turn.model_aliases import ModelAliases, parse_alias
 from tokenproxy.turn.running import RunningRequests
 from tokenproxy.turn.services import Services
 from tokenproxy.web.auth import ApiKeys, NoKeys, is_loopback
-from tokenproxy.web.credentials import EngineCredentials, TenantOf, single_tenant, tenant_in_scope
+from tokenproxy.web.credentials import EngineCredentials, TenantOf, tenant_in_scope
 from tokenproxy.web.gate import Gate
-from tokenproxy.web.key_file import KeyFile
-from tokenproxy.web.mount import DirectRoutes, mount
-from tokenproxy.web.routes import all_routes
+from tokenproxy.web.keys import KeyFile, read_keys
+from tokenproxy.web.routes import DirectRoutes, all_routes, mount
+
+
+def make_services(
+    settings: Settings, fleet: Fleet, metrics: Metrics, running: RunningRequests | None = None
+) -> Services:
+    """Create the services of one application. Open their history before the first request."""
+    encoders = EncoderPool()
+    limits = Limits(max_bytes=settings.store_max_bytes, max_age_s=settings.store_max_age_s)
+    auditor = Auditor(metrics, proof_folder())
+    store = timed_store(make_store(settings.store, limits), metrics)
+    guarded = GuardedStore(store, metrics, required=settings.store_required)
+    fetch = ImageFetcher(settings.image_hosts).fetch if settings.image_hosts else None
+    images = ImageLoader(encoders, fetch=fetch)
+    shared, name = settings.store != "memory:", fleet_id(settings.upstreams, settings.upstreams_file)
+    fleet.weights.words = StoredWords(guarded, f"{name}/weights", shared=shared)
+    return Services(
+        fleet,
+        guarded,
+        History(
+            guarded,
+            encoders,
+            metrics,
+            settings.cache_bytes,
+            auditor,
+            settings.overflow,
+            settings.finish_after_s,
+            images,
+            settings.thinking_policy,
+        ),
+        WeightCalls(fleet, metrics, salted=settings.cache_salt_by_version),
+        encoders,
+        settings,
+        model_aliases=ModelAliases([parse_alias(alias) for alias in settings.model_aliases]),
+        running=running or RunningRequests(),
+    )
+
+
+def lends_credentials(settings: Settings) -> bool:
+    """Whether the proxy adds its own credentials to the requests that it sends to engines for clients."""
+    return settings.upstream_api_key is not None or any(map(url_credentials, settings.upstreams))
+
+
+def check_settings(settings: Settings, processes: int) -> None:
+    """Refuse settings with which the proxy cannot or must not serve.
+
+    Args:
+        processes: how many serve together.
+
+    Raises:
+        SettingsError: a value cannot be used; every client that reaches the proxy could use the engine's key;
+            or the turns would be kept in the memory of each process.
+    """
+    checks: dict[str, Callable[[], object]] = {
+        "store": lambda: make_store(settings.store, Limits()),
+        "model_aliases": lambda: [parse_alias(alias) for alias in settings.model_aliases],
+        "api_key_file": lambda: settings.api_key_file and read_keys(settings.api_key_file),
+    }
+    for name, check in checks.items():
+        try:
+            check()
+        except ValueError as error:
+            raise SettingsError(f"{name}: {error}") from error
+    lends = lends_credentials(settings) and not settings.asks_for_keys
+    if lends and not settings.allow_anonymous and not is_loopback(settings.host):
+        name = "`upstream_api_key`" if settings.upstream_api_key else "the user in an upstream's URL"
+        raise SettingsError(
+            f"every client that reaches host {settings.host} could use the engines with {name}: "
+            "set `api_key` (--api-key KEY), listen on 127.0.0.1, or pass --allow-anonymous"
+        )
+    if processes > 1 and settings.store == "memory:":
+        raise SettingsError(
+            f"{processes} `workers` cannot share turns that `store: memory:` keeps in each process: "
+            "set `store` to sqlite:///FILE or redis://HOST:PORT/DB, or pass --workers 1"
+        )
 
 
 @asynccontextmanager
@@ -88,11 +171,11 @@ def create_app(
                 watch_interval_s=settings.watch_interval_s,
                 weight_update_timeout_s=settings.weight_update_timeout_s,
             )
-            services = make_services(settings, fleet, EncoderPool(), metrics, requests)
+            services = make_services(settings, fleet, metrics, requests)
             services.membership = membership = Membership(
                 fleet,
-                _replica_maker(settings, template, metrics, fleet.weights.hold, retry_s),
-                StoredWords(services.store, fleet_of(settings)),
+                _replica_maker(settings, template, metrics, fleet.weights.suspension, retry_s),
+                StoredWords(services.store, fleet_id(settings.upstreams, settings.upstreams_file)),
                 settings.upstreams,
                 settings.upstreams_file,
                 settings.watch_interval_s,
@@ -128,12 +211,12 @@ def create_app(
 
 
 def _replica_maker(
-    settings: Settings, template: str | None, metrics: Metrics, hold: Hold, retry_s: float
+    settings: Settings, template: str | None, metrics: Metrics, suspension: Suspension, retry_s: float
 ) -> Callable[[str], Replica]:
     """A function that creates the replica of a base URL. All replicas share the tokenizers.
 
     Args:
-        hold: time in which streams may pause for longer.
+        suspension: time in which streams may pause for longer.
     """
     tokenizers = Tokenizers(
         settings.tokenizer,
@@ -148,7 +231,7 @@ def _replica_maker(
             url,
             key,
             idle_timeout_s=settings.idle_timeout_s or None,
-            held_seconds=hold.seconds,
+            suspended_seconds=suspension.seconds,
         )
         monitored = MonitoredEngine(engine, metrics)
         return Replica(monitored, tokenizers, metrics, settings.watch_interval_s, retry_s=retry_s)
@@ -184,8 +267,6 @@ def _guard(app: FastAPI, settings: Settings, key_file: KeyFile | None) -> None:
 
 def _tenant_of(settings: Settings, credentials: EngineCredentials) -> TenantOf:
     """Choose what verifies credentials: the proxy with its own keys, or the engine."""
-    if settings.asks_for_keys:
-        return tenant_in_scope
-    if lends_credentials(settings):
-        return single_tenant  # the engine sees the proxy's key only, from every client
-    return credentials.tenant_of
+    # the engine sees the proxy's key only, from every client, if it lends one
+    own = settings.asks_for_keys or lends_credentials(settings)
+    return tenant_in_scope if own else credentials.tenant_of

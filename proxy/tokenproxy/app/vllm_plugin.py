@@ -19,8 +19,7 @@ from fastapi import FastAPI
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from chat_tokenizer.traits import ContentFormat
-from tokenproxy.app.app import running
-from tokenproxy.app.services import check_settings, make_services
+from tokenproxy.app.app import check_settings, make_services, running
 from tokenproxy.base.errors import EngineUnavailable
 from tokenproxy.base.request import EngineRoute
 from tokenproxy.base.types import Scope
@@ -33,13 +32,12 @@ from tokenproxy.monitoring.logs import RelayHandler
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.monitoring.middleware import Observer
 from tokenproxy.monitoring.tracing import make_tracing
-from tokenproxy.record.encoders import EncoderPool
 from tokenproxy.settings import load_settings
 from tokenproxy.settings.groups import proof_folder
 from tokenproxy.turn.running import RunningRequests
 from tokenproxy.turn.services import Services
 from tokenproxy.web.credentials import EngineCredentials
-from tokenproxy.web.mount import mount
+from tokenproxy.web.routes import mount
 
 log = logging.getLogger("tokenproxy")
 
@@ -128,7 +126,7 @@ class TokenProxyPlugin:
                 "`store` is memory: and there are %d API server processes: a conversation is recognised only "
                 "by the process that recorded it", args.api_server_count,
             )  # fmt: skip
-        services = make_services(settings, fleet, EncoderPool(), metrics)
+        services = make_services(settings, fleet, metrics)
         self._services = await self._opened.enter_async_context(running(services))
         watch = asyncio.create_task(_cut_at_end(state, services.running))
         self._opened.callback(watch.cancel)

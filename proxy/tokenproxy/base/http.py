@@ -27,13 +27,13 @@ class Request:
     repeatable: bool = False
     """Whether to send it again if the engine closes the connection before it responds."""
     tenant: str = ""
-    """Digest of the request's credential after it was verified (`routes/credentials.py`). Empty where all
+    """Digest of the request's credential after it was verified (`web/credentials.py`). Empty where all
     clients are one tenant, and for routes that need no tenant."""
     fresh: bool = False
     """Whether it must not use a pooled connection, which the engine may close at this moment: for a request
     that is neither repeated nor allowed to fail for that reason."""
     may_read: bool = True
-    """Whether its client has the scope `read` (`routes/scopes.py`); every client has if no keys are set."""
+    """Whether its client has the scope `read` (`web/keys.py`); every client has if no keys are set."""
     parameters: Mapping[str, str] = field(default_factory=dict)
     """What the template of its route matched in the path, decoded."""
 

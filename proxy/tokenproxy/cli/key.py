@@ -7,8 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tokenproxy.base.folder_lock import locked_folder
-from tokenproxy.web.key_file import KeyFileError, as_yaml, new_key, parse_keys
-from tokenproxy.web.scopes import KeyScope
+from tokenproxy.web.keys import KeyFileError, KeyScope, as_yaml, new_key, parse_keys
 
 
 def add_key(file: Path, name: str, scopes: Sequence[str], tenant: str | None) -> str:

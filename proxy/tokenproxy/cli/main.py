@@ -302,8 +302,8 @@ def _vllm(arguments: list[str]) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
+    from tokenproxy.app.app import check_settings
     from tokenproxy.app.server import run
-    from tokenproxy.app.services import check_settings
     from tokenproxy.settings import load_settings
 
     flags: dict[str, Any] = vars(options).copy()

@@ -18,7 +18,7 @@ from tokenproxy.viewer.exported import NotAnExport, read_export
 from tokenproxy.viewer.page import single_file
 from tokenproxy.viewer.recording import PageData, Recording, add_recording
 from tokenproxy.viewer.served import ViewError, page_from_server
-from tokenproxy.web.session_names import check_name
+from tokenproxy.web.parameters import check_name
 
 _WRONG_USE = (BadRequest, ExportRefused, NotAnExport, TokenizerUnavailable, ValueError)
 _QUIET_S = 2.0

@@ -58,7 +58,7 @@ class HttpEngine:
         *,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         idle_timeout_s: float | None = None,
-        held_seconds: Callable[[], float] = lambda: 0.0,
+        suspended_seconds: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """A user and password in `base_url` are sent as Basic credentials, in place of `api_key`.
@@ -68,11 +68,11 @@ class HttpEngine:
         Args:
             connect_timeout_s: how long a connection may take to open.
             idle_timeout_s: how long a stream may pause; None for no limit.
-            held_seconds: returns how long engines were paused until now. A pause starts the time anew.
+            suspended_seconds: returns how long engines were paused until now. A pause starts the time anew.
             clock: the time that the event loop's own waits follow.
         """
         self._clock = clock
-        self._held_seconds = held_seconds
+        self._suspended_seconds = suspended_seconds
         self.name = without_credentials(normalise_base_url(base_url))
         url = URL(self.name)
         self._pool = ConnectionPool(url, self.name, connect_timeout_s)
@@ -117,7 +117,7 @@ class HttpEngine:
             connection.abort()
             raise
         return HttpResponse(
-            connection, self._pool, self.name, self._idle_timeout_s, self._held_seconds, self._clock
+            connection, self._pool, self.name, self._idle_timeout_s, self._suspended_seconds, self._clock
         )
 
     def _head(self, request: Request) -> bytes:
@@ -158,12 +158,12 @@ class HttpResponse:
         pool: ConnectionPool,
         name: str,
         idle_timeout_s: float | None = None,
-        held_seconds: Callable[[], float] = lambda: 0.0,
+        suspended_seconds: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._held_seconds = held_seconds
-        self._held_s = held_seconds()
+        self._suspended_seconds = suspended_seconds
+        self._suspended_s = suspended_seconds()
         self.status = connection.status
         self.headers: Headers = [pair for pair in connection.headers if pair[0] not in _NOT_RETURNED]
         self._connection: Connection | None = connection
@@ -212,8 +212,8 @@ class HttpResponse:
 
     def _was_paused(self) -> bool:
         """Whether the engine is paused, or was since the last call: then its silence proves nothing."""
-        held_s, self._held_s = self._held_s, self._held_seconds()
-        return self._held_s > held_s
+        suspended_s, self._suspended_s = self._suspended_s, self._suspended_seconds()
+        return self._suspended_s > suspended_s
 
     async def read(self) -> bytes:
         """The whole body. Raises as `chunks`."""

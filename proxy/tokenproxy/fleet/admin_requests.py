@@ -17,8 +17,7 @@ from tokenproxy.base.errors import BadRequest, EngineBroken
 from tokenproxy.base.fields import join, parse, raw, read
 from tokenproxy.base.http import Request, query_value
 from tokenproxy.base.types import Fields, Headers
-from tokenproxy.fleet.admin_answers import fan_out
-from tokenproxy.fleet.admin_calls import AdminCall, Effect
+from tokenproxy.fleet.admin_calls import AdminCall, Effect, fan_out
 from tokenproxy.fleet.replica import Replica
 
 WORLD_SIZE = "/get_world_size"

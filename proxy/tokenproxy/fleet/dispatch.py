@@ -3,7 +3,9 @@
 1. A replica that accepts no connection costs nothing: the next one gets the request.
 2. The beginning of the answer is read before anything is sent to the client: the first event of a stream,
    the whole of another completion. After a failure until then the request runs at most once more.
-3. A request under which an engine died runs once more only if others ran there too: see `Suspects`.
+3. A completion that gets a 404 runs once more, too: the replica may lack the adapter. A 404 comes at once, so
+   that such a replica would look idle and get ever more requests: see `Replica.lacks`.
+4. A request under which an engine died runs once more only if others ran there too: see `Suspects`.
 """
 
 import asyncio
@@ -18,16 +20,13 @@ import msgspec
 from tokenproxy.base.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable
 from tokenproxy.base.http import BytesResponse, Response, is_event_stream
 from tokenproxy.engine.sse import whole_events
-from tokenproxy.fleet.load import Lease
+from tokenproxy.fleet.choosing import Routing
 from tokenproxy.fleet.replica import Replica
-from tokenproxy.fleet.routing import Routing
 
 if TYPE_CHECKING:
     from tokenproxy.fleet.fleet import Fleet
 
 Work = Callable[[Replica], Awaitable[Response]]
-Place = tuple[Replica, Lease]
-"""A replica on which a request counts as running."""
 
 REFUSED_S = 60.0
 """How long a request equal to one that ended an engine is refused."""
@@ -77,114 +76,54 @@ class Suspects:
         return count >= 2 and self.clock() - at < REFUSED_S
 
 
-class Dispatch:
-    """Sends one request."""
+async def dispatch(fleet: "Fleet", routing: Routing, work: Work) -> Response:
+    """The response of the first replica that does well; its beginning was read.
 
-    def __init__(self, fleet: "Fleet", routing: Routing, work: Work) -> None:
-        self.fleet = fleet
-        self.routing = routing
-        self._work = work
-        self._holder = fleet.prefix_caches.holder(routing)
-        self._may_rerun = routing.repeatable
-
-    async def run(self) -> Response:
-        """The response of the first replica that does well; its beginning was read.
-
-        Raises: as `Fleet.send`.
-        """
-        fleet, routing = self.fleet, self.routing
-        suspects, digest = fleet.suspects, routing.digest
-        if digest is not None and suspects.deaths and suspects.refuses(digest()):
-            raise EngineBroken(
-                "an engine died under an equal request a short while ago: it is not run again for a minute",
-                code="engine_died",
-            )
-        error: ApiError | None = None
-        bad: tuple[Replica, Response] | None = None
-        tried: list[Replica] = []
-        place: Place | None = await fleet.place(routing)
-        while place is not None:
-            replica, lease = place
-            tried.append(replica)
-            try:
-                response = await self._attempt(replica, lease)
-            except EngineUnavailable as problem:
-                replica.mark_down(problem)
-                error = problem if not isinstance(error, EngineTimeout) else error
-            except EngineTimeout as problem:
-                fleet.failed(replica, problem)
-                error = problem
-                if problem.received and not self._rerun():
-                    raise
-            except EngineBroken as problem:
-                error = problem
-                if not await self.survived(replica, problem) or not self._rerun():
-                    raise
-            else:
-                if response.status not in _BAD_STATUSES:
-                    if bad is not None:
-                        fleet.failed(bad[0], EngineBroken(f"{bad[0].name} answered {bad[1].status}"))
-                    return response
-                if not await self.survived(replica) or bad is not None or not self._rerun():
-                    return response
-                bad = replica, response
-            place = fleet.next_place(routing, tried)
-        if bad is not None:
-            return bad[1]
-        raise fleet.nothing_responds() if error is None or isinstance(error, EngineUnavailable) else error
-
-    async def _attempt(self, replica: Replica, lease: Lease) -> Response:
-        """The response of one replica, its beginning read; it counts as running until it is closed."""
-        routing = self.routing
-        lease.to_read = routing.ids - (routing.reused if replica.name == self._holder else 0)
-        lease.last_try = not self._may_rerun
-        run = _Run(self, replica, lease)
-        response: Response | None = None
+    Raises: as `Fleet.send`.
+    """
+    digest, suspects = routing.digest, fleet.suspects
+    if digest is not None and suspects.deaths and suspects.refuses(digest()):
+        raise EngineBroken(
+            "an engine died under an equal request a short while ago: it is not run again for a minute",
+            code="engine_died",
+        )
+    error: ApiError | None = None
+    bad: tuple[Replica, Response] | None = None
+    tried: list[Replica] = []
+    may_rerun = routing.repeatable
+    run: Run | None = await fleet.acquire(routing)
+    while run is not None:
+        replica = run.replica
+        tried.append(replica)
         try:
-            async with asyncio.timeout(None) as lease.deadline:
-                response = await self._work(replica)
-                begun = await run.begun(response)
-        except BaseException as error:  # cancellation too: the request no longer counts as load
-            if isinstance(error, EngineBroken):
-                replica.note_break()
-            run.end()
-            if response is not None:
-                await response.aclose()
-            if isinstance(error, TimeoutError):
-                raise EngineTimeout(f"{replica.name} did not respond in time", received=True) from error
-            raise
-        replica.load.answered(lease)
-        if isinstance(begun, BytesResponse):
-            if begun.status in _BAD_STATUSES:
-                replica.note_break()  # its engine may be dying: see `survived`
-            else:
-                replica.breaker.succeeded()
-            if begun.status < 400:
-                run.completed(completion_ids(begun.body) or 0)
-            run.end()
-        elif replica.breaker.on_trial:
-            replica.breaker.succeeded()
-        return begun
-
-    def _rerun(self) -> bool:
-        """Whether the request may run once more; the second time it may not."""
-        allowed, self._may_rerun = self._may_rerun, False
-        return allowed
-
-    async def survived(self, replica: Replica, problem: EngineBroken | None = None) -> bool:
-        """Whether the request may run again after it failed on a replica.
-
-        Args:
-            problem: what counts against the replica, if its engine still responds.
-        """
-        if await replica.confirm():
-            if problem is not None:
-                self.fleet.failed(replica, problem)
-            return True
-        if self.routing.digest is None:
-            return True
-        death, alone = (replica.name, replica.breaks), replica.broken_requests == 1
-        return self.fleet.suspects.engine_died(self.routing.digest(), death, alone=alone)
+            response = await run.attempt(work, last_try=not may_rerun)
+        except EngineUnavailable as problem:
+            replica.mark_down(problem)
+            error = problem if not isinstance(error, EngineTimeout) else error
+        except EngineTimeout as problem:
+            fleet.failed(replica, problem)
+            error = problem
+            if problem.received and not may_rerun:
+                raise
+            may_rerun = may_rerun and not problem.received
+        except EngineBroken as problem:
+            error = problem
+            if not await run.survived(problem) or not may_rerun:
+                raise
+            may_rerun = False
+        else:
+            lacks_model = response.status == 404 and routing.completion
+            if not lacks_model and response.status not in _BAD_STATUSES:
+                if bad is not None:
+                    fleet.did_worse(*bad, routing)
+                return response
+            if not (lacks_model or await run.survived()) or bad is not None or not may_rerun:
+                return response
+            bad, may_rerun = (replica, response), False
+        run = fleet.next_run(routing, tried)
+    if bad is not None:
+        return bad[1]
+    raise fleet.nothing_responds() if error is None or isinstance(error, EngineUnavailable) else error
 
 
 def completion_ids(body: bytes) -> int | None:
@@ -193,31 +132,82 @@ def completion_ids(body: bytes) -> int | None:
     return int(found[-1]) if found else None
 
 
-class _Run:
-    """A request that counts as running on a replica until it is closed; the response, if that is a stream."""
+class Run:
+    """A request that counts as running on a replica until it ends; the response, if that is a stream."""
 
-    def __init__(self, dispatch: Dispatch, replica: Replica, lease: Lease) -> None:
+    def __init__(self, fleet: "Fleet", replica: Replica, routing: Routing) -> None:
+        """Count the request as running."""
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
-        self._dispatch = dispatch
-        self._fleet = dispatch.fleet
-        self._replica = replica
-        self._lease = lease
+        self.replica = replica
+        self._fleet = fleet
+        self._routing = routing
+        cached = routing.reused if replica.name == fleet.prefix_caches.holder(routing) else 0
+        self._lease = replica.load.begin(routing.ids)
+        self._lease.to_read = routing.ids - cached
+        replica.breaker.started(self._lease)  # at once: the next in the queue must not be a second trial
         # one that belongs to no conversation counts as one of its own while it runs
-        self._conversation = dispatch.routing.conversation or f"request/{id(lease)}"
-        self._fleet.conversations.begin(self._conversation, replica.name, lease.ids)
+        self._conversation = routing.conversation or f"request/{id(self)}"
+        fleet.conversations.begin(self._conversation, replica.name, routing.ids)
         self._response: Response | None = None
         self._chunks: AsyncIterator[bytes]
         self._first: bytes | None = None
 
-    async def begun(self, response: Response) -> Response:
+    async def attempt(self, work: Work, *, last_try: bool) -> Response:
+        """The response, its beginning read; the request counts as running until it is closed."""
+        replica, lease = self.replica, self._lease
+        lease.last_try = last_try
+        response: Response | None = None
+        try:
+            async with asyncio.timeout(None) as lease.deadline:
+                response = await work(replica)
+                begun = await self._begun(response)
+        except BaseException as error:  # cancellation too: the request no longer counts as load
+            if isinstance(error, EngineBroken):
+                replica.note_loss()
+            self.end()
+            if response is not None:
+                await response.aclose()
+            if isinstance(error, TimeoutError):
+                raise EngineTimeout(f"{replica.name} did not respond in time", received=True) from error
+            raise
+        replica.load.answered(lease)
+        if isinstance(begun, BytesResponse):
+            if begun.status in _BAD_STATUSES:
+                replica.note_loss()  # its engine may be dying: see `survived`
+            else:
+                replica.breaker.succeeded()
+            if begun.status < 400:
+                self._completed(completion_ids(begun.body) or 0)
+            self.end()
+        elif replica.breaker.on_trial:
+            replica.breaker.succeeded()
+        return begun
+
+    async def survived(self, problem: EngineBroken | None = None) -> bool:
+        """Whether the request may run again after it failed on the replica.
+
+        Args:
+            problem: what counts against the replica, if its engine still responds.
+        """
+        replica, digest = self.replica, self._routing.digest
+        if await replica.confirm():
+            if problem is not None:
+                self._fleet.failed(replica, problem)
+            return True
+        if digest is None:
+            return True
+        death, alone = (replica.name, replica.losses), replica.lost_requests == 1
+        return self._fleet.suspects.engine_died(digest(), death, alone=alone)
+
+    async def _begun(self, response: Response) -> Response:
         """The response, its beginning read: itself for a stream, else the whole body.
 
         Raises:
             EngineBroken: the engine hangs up, or the response is no completion where it must be one.
             EngineTimeout: its body came too slowly.
         """
-        completion, name = self._dispatch.routing.completion, self._replica.name
+        completion, name = self._routing.completion, self.replica.name
         is_stream, succeeded = is_event_stream(response.headers), response.status < 400
         if succeeded and (is_stream or not completion):
             chunks = response.chunks()
@@ -241,7 +231,7 @@ class _Run:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body's bytes; those of an event stream end where events end."""
-        replica, last, events = self._replica, b"", 0
+        replica, last, events = self.replica, b"", 0
         chunk, self._first = self._first, None
         try:
             while chunk is not None:
@@ -251,19 +241,19 @@ class _Run:
                 yield chunk
                 chunk = await anext(self._chunks, None)
         except EngineBroken as problem:
-            replica.note_break()
-            await self._dispatch.survived(replica, problem)
+            replica.note_loss()
+            await self.survived(problem)
             raise
         except EngineTimeout as problem:
             self._fleet.failed(replica, problem)
             raise
         replica.breaker.succeeded()
-        self.completed(completion_ids(last) or events)
+        self._completed(completion_ids(last) or events)
 
-    def completed(self, ids: int) -> None:
+    def _completed(self, ids: int) -> None:
         """Measure the replica by a response that arrived as a whole, with so many sampled ids."""
         if ids:
-            self._replica.load.completed(self._lease, ids)
+            self.replica.load.completed(self._lease, ids)
             self._fleet.expected_ids += 0.05 * (ids - self._fleet.expected_ids)
 
     async def read(self) -> bytes:
@@ -277,13 +267,17 @@ class _Run:
             await self._response.aclose()
 
     def end(self) -> None:
-        """The request no longer runs."""
-        if self._lease not in self._replica.load.running:
+        """The request no longer runs: one that waits may run instead. A second call does nothing."""
+        fleet, load = self._fleet, self.replica.load
+        if self._lease not in load.running:
             return
-        self._fleet.ended(self._replica, self._lease)
-        self._fleet.conversations.finish(self._conversation)
-        if not self._dispatch.routing.conversation:
-            self._fleet.conversations.end(self._conversation)
+        load.end(self._lease)
+        self.replica.breaker.ended(self._lease)
+        fleet.conversations.finish(self._conversation)
+        if not self._routing.conversation:
+            fleet.conversations.end(self._conversation)
+        if fleet.queue.waiting:
+            fleet.queue.wake()
 
 
 def _error_of(event: bytes) -> BytesResponse | None:

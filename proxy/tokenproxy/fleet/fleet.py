@@ -1,7 +1,6 @@
 """All engines of the proxy: which one serves a request, and what happens if it fails."""
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
@@ -10,18 +9,15 @@ from typing import Any, TypeVar
 
 from tokenproxy.base.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, NotFound
 from tokenproxy.base.http import Request, Response
-from tokenproxy.fleet.choosing import Candidate, Choose, sticky_least_loaded
-from tokenproxy.fleet.conversations import Conversations
-from tokenproxy.fleet.dispatch import Dispatch, Place, Suspects, Work
-from tokenproxy.fleet.health import BreakerState
-from tokenproxy.fleet.load import Lease, work_of
+from tokenproxy.engine.discovery import NO_TOKEN_IN
+from tokenproxy.fleet.affinity import Conversations, PrefixCaches
+from tokenproxy.fleet.choosing import Candidate, Choose, Routing, sticky_least_loaded
+from tokenproxy.fleet.dispatch import Run, Suspects, Work, dispatch
+from tokenproxy.fleet.health import BreakerState, FleetWatch
+from tokenproxy.fleet.load import work_of
 from tokenproxy.fleet.model import FleetModel, choose_model
-from tokenproxy.fleet.prefix_caches import PrefixCaches
 from tokenproxy.fleet.queue import FairQueue
 from tokenproxy.fleet.replica import Replica
-from tokenproxy.fleet.replica_report import report
-from tokenproxy.fleet.routing import Routing
-from tokenproxy.fleet.watch import FleetWatch
 from tokenproxy.fleet.weights import TIMEOUT_S, Weights
 from tokenproxy.monitoring.exchange import queued
 
@@ -69,8 +65,8 @@ class Fleet:
         self.leaving: list[Replica] = []
         """Removed replicas on which requests still run."""
         self._replica_requests = replica_requests or math.inf
-        self.queue: FairQueue[Place] = FairQueue(
-            queue_requests, queue_timeout_s, lambda place: self.ended(*place), self.weights.hold, clock
+        self.queue: FairQueue[Run] = FairQueue(
+            queue_requests, queue_timeout_s, Run.end, self.weights.suspension, clock
         )
         self.conversations = Conversations(clock=clock)
         self.prefix_caches = PrefixCaches(self)
@@ -80,7 +76,7 @@ class Fleet:
         self._choose = choose
         self.watch = FleetWatch(self)
         self._next = 0
-        self._started = False
+        self._started = self._all_tried = False
         for replica in replicas:
             self.add(replica)
 
@@ -104,17 +100,19 @@ class Fleet:
         self.leaving.remove(replica)
         await replica.stop()
         if all(other.name != replica.name for other in self.replicas):
-            replica.forget_state()
+            replica.metrics.replica_removed(replica.name)
 
     def settle_model(self) -> None:
         """Decide which model the fleet serves, and which replicas differ from it and get no requests.
 
-        Call it after a replica begins or ceases to respond, is drained, or leaves.
+        Call it after a replica begins or ceases to respond, is drained, or leaves. Until all replicas of the
+        start were asked, the decision is not final: a wrong replica may be the first that responds.
         """
         usable = [replica for replica in self.replicas if replica.responds and not replica.draining]
-        earlier, model = self.model, choose_model(self.model, usable)
+        earlier, model = self.model, choose_model(self.model if self._all_tried else None, usable)
+        self._all_tried = self._all_tried or all(replica.was_tried for replica in self.replicas)
         self.model = model
-        if model is not earlier:
+        if model is not None and str(model) != str(earlier):
             log.info("the fleet serves a model with %s", model)
         for replica in self.replicas:
             difference = model.difference(replica) if model is not None and replica.responds else ""
@@ -149,17 +147,6 @@ class Fleet:
         for replica in [*self.replicas, *self.leaving]:
             await replica.stop()
 
-    async def wait_discovered(self) -> None:
-        """Wait until one replica is ready, discovery was tried on all, or `FIRST_ANSWER_TIMEOUT_S` passed."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FIRST_ANSWER_TIMEOUT_S):
-                while not self._is_discovered():  # noqa: ASYNC110 - seldom: requests come after the start
-                    await asyncio.sleep(_DISCOVERY_STEP_S)
-
-    def _is_discovered(self) -> bool:
-        ready = any(replica.ready for replica in self.replicas)
-        return ready or all(replica.was_tried for replica in self.replicas)
-
     async def send(self, work: Work, routing: Routing) -> Response:
         """Send a request to the replica that the policy chooses, and to another one if that fails.
 
@@ -175,7 +162,7 @@ class Fleet:
             EngineTimeout: no replica accepted a connection in time, or one did not answer in time.
             EngineBroken: a replica broke under the request, and it may not run again.
         """
-        return await Dispatch(self, routing, work).run()
+        return await dispatch(self, routing, work)
 
     async def send_to_any(self, request: Request, routing: Routing) -> Response:
         """Send a request to a ready replica; if none is, to one that refuses discovery without a credential.
@@ -226,43 +213,48 @@ class Fleet:
                 last = error
         raise last or self.nothing_responds()
 
-    async def place(self, routing: Routing) -> Place:
-        """A place for a request on the replica that the policy chooses, waited for in the fair queue.
+    async def acquire(self, routing: Routing) -> Run:
+        """Count a request as running on the replica that the policy chooses, after its wait in the queue.
 
         Raises:
             EngineUnavailable: no replica responds.
             Overloaded: too many requests wait, or this one waited for too long.
         """
-        held = self.weights.hold
-        if not (held.active and routing.samples):
+        suspension = self.weights.suspension
+        if not (suspension.active and routing.samples):
             await self._usable(samples=routing.samples)  # the first discovery may still run
 
-        def take() -> Place | None:
-            if held.active and routing.samples:
+        def take() -> Run | None:
+            if suspension.active and routing.samples:
                 return None
             usable = _in_service(self.taking(samples=routing.samples))
             if not usable:
                 raise self.nothing_responds()
+            usable = [each for each in usable if not each.lacks(routing.model)] or usable
             free = [replica for replica in usable if replica.load.requests < self._replica_requests]
-            if not free and held.active:
-                free = usable  # the requests that run are paused, so that no place becomes free
-            return _leased(self._chosen(free, routing), routing) if free else None
+            if not free and suspension.active:
+                free = usable  # the requests that run are paused, so that none ends
+            return Run(self, self._chosen(free, routing), routing) if free else None
 
-        overtakes = not self.queue.waiting or (held.active and not routing.samples)
-        if overtakes and (place := take()) is not None:
-            return place
+        overtakes = not self.queue.waiting or (suspension.active and not routing.samples)
+        if overtakes and (run := take()) is not None:
+            return run
         with queued():
             return await self.queue.acquire(routing.tenant, routing.ids, take)
 
-    def next_place(self, routing: Routing, tried: Sequence[Replica]) -> Place | None:
-        """A place on the least loaded replica that was not tried; None if there is none.
+    def next_run(self, routing: Routing, tried: Sequence[Replica]) -> Run | None:
+        """Count a request as running on the least loaded replica that was not tried; None if there is none.
 
         It may exceed `replica_requests`.
         """
         others = [replica for replica in self.taking(samples=routing.samples) if replica not in tried]
         if not others:
             return None
-        return _leased(min(others, key=lambda each: (not each.breaker.allows, each.load.requests)), routing)
+
+        def rank(replica: Replica) -> tuple[bool, bool, int]:
+            return not replica.breaker.allows, replica.lacks(routing.model), replica.load.requests
+
+        return Run(self, min(others, key=rank), routing)
 
     def _chosen(self, replicas: Sequence[Replica], routing: Routing) -> Replica:
         """The replica that the policy chooses."""
@@ -283,12 +275,13 @@ class Fleet:
         chosen = self._choose(candidates, holder)
         return next(replica for replica in replicas if replica.name == chosen.name)
 
-    def ended(self, replica: Replica, lease: Lease) -> None:
-        """A request no longer runs on a replica: one that waits may have its place."""
-        replica.load.end(lease)
-        replica.breaker.ended(lease)
-        if self.queue.waiting:
-            self.queue.wake()
+    def did_worse(self, replica: Replica, response: Response, routing: Routing) -> None:
+        """Take note that another replica served a request which got an error response from this one."""
+        if response.status != 404:
+            self.failed(replica, EngineBroken(f"{replica.name} answered {response.status}"))
+        else:
+            log.warning("%s lacks the model %s, which another replica serves", replica.name, routing.model)
+            replica.note_lack(routing.model)
 
     def failed(self, replica: Replica, problem: ApiError) -> None:
         """A request failed on a replica, for a reason that may lie in the replica."""
@@ -324,7 +317,7 @@ class Fleet:
     def report(self) -> list[dict[str, Any]]:
         """The state of every replica, as `GET /ready` returns it."""
         return [
-            report(replica) | {"conversations": self.conversations.count(replica.name)}
+            _report(replica) | {"conversations": self.conversations.count(replica.name)}
             for replica in self.replicas
         ]
 
@@ -337,13 +330,17 @@ class Fleet:
     async def _usable(self, *, samples: bool = True) -> list[Replica]:
         """The replicas that may get a request; those with an open breaker only if there are no others.
 
-        Waits until the first discovery of all of them ended.
+        Waits until one is ready, discovery was tried on all, or `FIRST_ANSWER_TIMEOUT_S` passed.
         """
-        if not (ready := self.taking(samples=samples)):
-            with queued():
-                await self.wait_discovered()
-            ready = self.taking(samples=samples)
-        return _in_service(ready)
+        if not (usable := self.taking(samples=samples)):
+            end = self.clock() + FIRST_ANSWER_TIMEOUT_S
+            with queued():  # seldom: requests come after the start
+                while not any(each.ready for each in self.replicas) and self.clock() < end:
+                    if all(each.was_tried for each in self.replicas):
+                        break
+                    await asyncio.sleep(_DISCOVERY_STEP_S)
+            usable = self.taking(samples=samples)
+        return _in_service(usable)
 
 
 def _in_service(replicas: list[Replica]) -> list[Replica]:
@@ -351,8 +348,35 @@ def _in_service(replicas: list[Replica]) -> list[Replica]:
     return [replica for replica in replicas if replica.breaker.allows] or replicas
 
 
-def _leased(replica: Replica, routing: Routing) -> Place:
-    """Count a request as running on a replica."""
-    lease = replica.load.begin(routing.ids)
-    replica.breaker.started(lease)  # at once: the next in the queue must not be a second trial
-    return replica, lease
+def _report(replica: Replica) -> dict[str, Any]:
+    """A replica's part of `GET /ready`."""
+    capabilities, tokenizer, breaker = replica.capabilities, replica.tokenizer, replica.breaker
+    facts = {"engine": replica.name, "draining": replica.draining, "requests": replica.load.requests}
+    if capabilities is None:
+        return facts | {"ready": False, "problem": replica.problem}
+    differs = problem = replica.difference or replica.fleet.weights.problem(replica)
+    if not problem and breaker.opens_for_s():
+        problem = f"no requests for {breaker.opens_for_s():.0f} s: {breaker.reason}"
+    elif not problem and capabilities.token_in is None:
+        problem = NO_TOKEN_IN
+    facts |= {
+        "ready": not differs,
+        "version": capabilities.version,
+        "model": capabilities.model.name if capabilities.model else None,
+        "token_in": capabilities.token_in.name if capabilities.token_in else None,
+        "breaker": breaker.state,
+    }
+    optional = {"weight_version": replica.weight_version, "problem": problem or None}
+    facts |= {name: value for name, value in optional.items() if value is not None}
+    if tokenizer is None:
+        return facts | {"append": str(replica.tokenizer_problem)}
+    proof, cache = tokenizer.proof, tokenizer.cache_info()
+    template = {}  # empty until the template was examined
+    if proof is not None:
+        template = {
+            "after_messages": str(proof.after_messages),
+            "after_results": str(proof.after_results),
+            "reason": proof.reason,
+        }
+    counts = {"hits": cache.hits, "misses": cache.misses}
+    return facts | {"append": "ready", "template": template, "append_cache": counts}

@@ -1,4 +1,6 @@
-"""A circuit breaker: judges a replica by its responses to requests, independent of its `/health`.
+"""Judges the replicas by their responses to requests, independent of their `/health`.
+
+A circuit breaker counts failures:
 
     CLOSED --failures in a row--> OPEN --time passes--> HALF_OPEN --success--> CLOSED
                                    ^                        |
@@ -7,12 +9,31 @@
 A replica whose breaker is open gets no requests. Each time the breaker opens again, it stays open for twice
 as long. Half open, it lets one request at a time through. (M. Nygard, Release It!, 2nd ed., 2018, chapter 5;
 the growing time is that of Envoy's outlier detection.)
+
+A watch finds replicas that accept requests and never respond to them. A replica is silent if requests run
+on it and it has sent nothing for longer than it needed recently. It is then sent a request for one token.
+If that does not arrive, and the engine's own count of tokens does not grow, the replica is ejected. The
+threshold is measured, because prompts take engines on a CPU a minute.
 """
 
+import asyncio
+import logging
+import math
 import random
+import re
 import time
 from collections.abc import Callable
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from tokenproxy.base.errors import ApiError, OutOfSockets
+from tokenproxy.base.http import Request
+from tokenproxy.engine.protocol import fetch
+from tokenproxy.engine.token_in import CHAT_PATH, json_request
+
+if TYPE_CHECKING:
+    from tokenproxy.fleet.fleet import Fleet
+    from tokenproxy.fleet.replica import Replica
 
 FAILURES = 3
 """Failures in a row that open the breaker."""
@@ -118,3 +139,144 @@ class Breaker:
         # spread the trials of proxies that share replicas
         self._opened_at = now + random.uniform(0, self._open_s / 10)
         self._failures, self._trial, self.reason = 0, None, reason
+
+
+log = logging.getLogger("tokenproxy")
+
+INTERVAL_S = 0.5
+SILENT_S = 3.0
+"""The shortest silence that counts. A trial that runs for longer is decided by a request for one token: a
+whole completion may take minutes, and all other requests wait for its end. A shorter one proves more."""
+_TIMES_SLOWER = 3.0
+"""How many times longer than usual silences a silence must be to count."""
+PROBE_S = 2.5
+LATE_S = 1.0
+"""A task that wakes up later than this makes recent timeouts inconclusive."""
+_LATE_REMEMBERED_S = 10.0
+_NAP_S = 0.05
+_NAPS = 4
+_SETTLES_S = 3.0
+_TOKEN_COUNTS = re.compile(rb"^vllm:(?:generation|prompt|iteration)_tokens_total\S*\s+(\S+)$", re.MULTILINE)
+
+
+class FleetWatch:
+    """Watches the replicas of a fleet, and whether this process is on time: else a timeout proves nothing."""
+
+    def __init__(self, fleet: "Fleet") -> None:
+        self._fleet = fleet
+        self._clock = fleet.clock
+        self._task: asyncio.Task[None] | None = None
+        self._probes: dict[str, asyncio.Task[None]] = {}
+        self._due = math.inf
+        """When the task wakes up."""
+        self._late_at = -math.inf
+        """When it woke up too late."""
+
+    def start(self) -> None:
+        """Start watching. Call it inside a running event loop."""
+        self._task = asyncio.create_task(self._watch())
+
+    async def stop(self) -> None:
+        """Stop watching."""
+        tasks = [task for task in (self._task, *self._probes.values()) if task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    @property
+    def was_late(self) -> bool:
+        """Whether the event loop is too busy now, or was recently, to notice responses in time."""
+        now = self._clock()
+        return now - self._late_at < _LATE_REMEMBERED_S or now - self._due > LATE_S
+
+    async def settled(self) -> bool:
+        """Wait, if this process was late, until it is on time for some naps in a row; False if it stays late.
+
+        What had arrived at the sockets before has been read then.
+        """
+        on_time, end = _NAPS if not self.was_late else 0, self._clock() + _SETTLES_S
+        while on_time < _NAPS:
+            start = self._clock()
+            if start > end:
+                return False
+            await asyncio.sleep(_NAP_S)
+            on_time = on_time + 1 if self._clock() - start < 2 * _NAP_S else 0
+        return True
+
+    async def _watch(self) -> None:
+        while True:
+            self._due = self._clock() + INTERVAL_S
+            await asyncio.sleep(INTERVAL_S)
+            if (now := self._clock()) - self._due > LATE_S:
+                self._late_at = now
+            self._due = math.inf
+            try:
+                await self._look()
+            except Exception:  # the boundary of the task: what closes badly must not end the watch
+                log.exception("watching the fleet failed")
+
+    async def _look(self) -> None:
+        fleet = self._fleet
+        fleet.queue.wake()  # a replica may have come back
+        for replica in [*fleet.replicas, *fleet.leaving]:
+            replica.report_state()
+            silent_s = replica.load.silent_s()
+            if silent_s < SILENT_S or replica.name in self._probes or not self._may_probe(replica):
+                continue
+            suspicious = silent_s > _TIMES_SLOWER * replica.load.usual_silence_s()
+            if suspicious or replica.breaker.trial_s() > SILENT_S:
+                self._probes[replica.name] = asyncio.create_task(self._probe(replica, suspicious))
+        for replica in [each for each in fleet.leaving if not each.load.requests]:
+            await fleet.forget(replica)
+
+    def _may_probe(self, replica: "Replica") -> bool:
+        fleet = self._fleet
+        paused = fleet.weights.suspension.active  # a paused engine sends nothing
+        if paused or self.was_late or not replica.ready or replica.breaker.opens_for_s():
+            return False
+        return fleet.has_alternative(replica)
+
+    async def _probe(self, replica: "Replica", suspicious: bool) -> None:
+        try:
+            if await self._is_dead(replica, suspicious) and self._fleet.has_alternative(replica):
+                self._fleet.eject(replica, "it responds to /health, but to no requests")
+        finally:
+            del self._probes[replica.name]
+
+    async def _is_dead(self, replica: "Replica", suspicious: bool) -> bool:
+        """Ask for one token; True if a suspicious replica does not answer, and nothing explains that."""
+        before, silent_s = await _token_count(replica), replica.load.silent_s()
+        request = {"messages": [{"role": "user", "content": "."}], "max_tokens": 1}
+        status = 0
+        try:
+            async with asyncio.timeout(PROBE_S):
+                status, _ = await fetch(replica.questions, json_request(CHAT_PATH, request))
+        except TimeoutError:
+            pass
+        except OutOfSockets:
+            return False  # this process is at fault, not the replica
+        except ApiError as error:
+            if suspicious:
+                self._fleet.failed(replica, error)
+            return False
+        if 0 < status < 500:
+            replica.load.progress()
+            if status == 200 and replica.breaker.trial_s() > SILENT_S:
+                replica.breaker.succeeded()
+            return False
+        progressed = replica.load.silent_s() < silent_s or before != await _token_count(replica)
+        if not suspicious or progressed or self.was_late:
+            return False
+        return not await self._fleet.weights.explains_silence(replica)
+
+
+async def _token_count(replica: "Replica") -> float | None:
+    """Number of tokens that the engine processed, from its own metrics; None if it has no such metric."""
+    try:
+        async with asyncio.timeout(1.0):
+            status, page = await fetch(replica.questions, Request("GET", "/metrics"))
+        counts = _TOKEN_COUNTS.findall(page) if status == 200 else []
+        return sum(map(float, counts)) if counts else None
+    except (ApiError, TimeoutError, ValueError):
+        return None

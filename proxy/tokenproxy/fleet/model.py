@@ -4,6 +4,7 @@ A prompt is planned for the fleet's model, whatever replica runs it. So all that
 renders messages or limits a plan is equal on all replicas that get requests; any other replica is not ready.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -61,14 +62,16 @@ class FleetModel:
 def choose_model(current: FleetModel | None, replicas: Sequence["Replica"]) -> FleetModel | None:
     """The model that a fleet serves from now on.
 
-    It stays until no replica with it is left; then it is that of the first replica. If no tokenizer was found
-    for it yet, it gets the one of the first replica that has one.
+    It stays until no replica with it is left; then it is the one that most replicas have, at a tie that of
+    the first. If no tokenizer was found for it yet, it gets the one of the first replica that has one.
 
     Args:
+        current: the one until now; None for a new decision.
         replicas: those that respond and are not drained, in the order of the fleet.
     """
     if replicas and (current is None or all(map(current.difference, replicas))):
-        first = replicas[0]
+        facts = [tuple(_facts(replica.require_capabilities()).values()) for replica in replicas]
+        first = replicas[facts.index(Counter(facts).most_common(1)[0][0])]
         current = FleetModel(first.require_capabilities(), first.tokenizer, first.tokenizer_problem)
     if current is None or current.tokenizer is not None:
         return current

@@ -1,4 +1,4 @@
-"""A bounded, fair queue for requests that wait for a free place on a replica.
+"""A bounded, fair queue for requests that wait for a free slot on a replica.
 
 Tenants share the service by weight; requests of one tenant are served in the order in which they came. The
 order is that of start-time fair queueing (Goyal, Vin, Cheng: "Start-time Fair Queueing", SIGCOMM 1996). With
@@ -9,8 +9,8 @@ Law, for two tenants that both have requests waiting all the time:
 
     | service of one - service of the other | <= largest weight of one + largest weight of the other
 
-The queue is independent of replicas: it calls `try_take` to get a place, and a call of `wake` reports that
-one became free. Places are alike: if the first in line finds none, no other request does.
+The queue is independent of replicas: it calls `try_take` to get a slot, and a call of `wake` reports that
+one became free. Slots are alike: if the first in line finds none, no other request does.
 """
 
 import asyncio
@@ -24,40 +24,40 @@ from tokenproxy.base.errors import Overloaded
 T = TypeVar("T")
 
 _RETRY_AFTER_S = 2
-_HELD_STEP_S = 1.0
-"""Seconds between two looks at the time that is left while requests are held."""
+_SUSPENDED_STEP_S = 1.0
+"""Seconds between two looks at the time that is left while requests are suspended."""
 _IDLE_TENANTS = 64
 """Number of idle tenants that are kept before those are dropped whose past service no longer matters."""
 
 
-class Hold:
-    """The time during which requests are held back, because the fleet's weights change. One per fleet."""
+class Suspension:
+    """The time during which new requests wait, because the fleet's weights change. One per fleet."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._since: float | None = None
         self._before = 0.0
-        """Seconds of earlier holds."""
+        """Seconds of earlier suspensions."""
 
     @property
     def active(self) -> bool:
-        """Whether requests are held back now."""
+        """Whether requests wait now."""
         return self._since is not None
 
     def seconds(self) -> float:
-        """Seconds of all holds until now. It does not grow while requests are not held back.
+        """Seconds of all suspensions until now. It does not grow while there is none.
 
         The difference of two values is the part of the time between them that must not count as a timeout.
         """
         return self._before + (0.0 if self._since is None else self._clock() - self._since)
 
     def begin(self) -> None:
-        """Hold requests back. Does nothing if they are."""
+        """Let new requests wait. Does nothing if they do."""
         if self._since is None:
             self._since = self._clock()
 
     def end(self) -> float:
-        """Release requests; returns for how many seconds they were held back."""
+        """Release requests; returns for how many seconds they waited."""
         before, self._before, self._since = self._before, self.seconds(), None
         return self._before - before
 
@@ -71,9 +71,9 @@ class _Waiter(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """Lets requests wait for a place, in a fair order. For one event loop.
+    """Lets requests wait for a slot, in a fair order. For one event loop.
 
-    `T` is the type of a place: a replica or a reservation, anything but None.
+    `T` is the type of a slot: a replica or a reservation, anything but None.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class FairQueue(Generic[T]):
         max_waiting: int,
         timeout_s: float,
         give_back: Callable[[T], None],
-        hold: Hold | None = None,
+        suspension: Suspension | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create an empty queue.
@@ -89,10 +89,10 @@ class FairQueue(Generic[T]):
         Args:
             max_waiting: requests that may wait; 0 lets none wait.
             timeout_s: how long each may wait.
-            give_back: frees a place that was taken for a request that left before it was resumed.
-            hold: while it is active, any number may wait, and the time does not count.
+            give_back: frees a slot that was taken for a request that left before it was resumed.
+            suspension: while it is active, any number may wait, and the time does not count.
         """
-        self._hold = hold or Hold()
+        self._suspension = suspension or Suspension()
         self._max_waiting = max_waiting
         self._timeout_s = timeout_s
         self._give_back = give_back
@@ -107,16 +107,16 @@ class FairQueue(Generic[T]):
         """The requests that wait, by tenant, the oldest first; no line is empty."""
 
     async def acquire(self, tenant: str, weight: int, try_take: Callable[[], T | None]) -> T:
-        """Take a place, or wait for one.
+        """Take a slot, or wait for one.
 
         Args:
             weight: the service that the request gets, for example its prompt ids; at least 1 is counted.
-            try_take: takes a place and returns it, or returns None if none is free. `wake` calls it too, so
+            try_take: takes a slot and returns it, or returns None if none is free. `wake` calls it too, so
                 it must be quick, and must not call the queue. An error that it raises ends the wait of this
                 request.
 
         Raises:
-            Overloaded: as many requests wait as may, or none of the places became free in time.
+            Overloaded: as many requests wait as may, or none of the slots became free in time.
         """
         if not self.waiting and (taken := try_take()) is not None:
             return taken
@@ -126,7 +126,7 @@ class FairQueue(Generic[T]):
         self._add(waiter)
         try:
             await self._wait(future)
-        except BaseException:  # cancellation too: nobody would use the place that the waiter gets
+        except BaseException:  # cancellation too: nobody would use the slot that the waiter gets
             if not future.done():
                 self._remove(waiter)
             elif future.exception() is None:
@@ -140,9 +140,9 @@ class FairQueue(Generic[T]):
         raise Overloaded(message, code="queue_timeout", retry_after=_RETRY_AFTER_S)
 
     def wake(self) -> None:
-        """Serve as many waiting requests as find a place. Call it each time a place became free.
+        """Serve as many waiting requests as find a slot. Call it each time a slot became free.
 
-        Each is resumed after its place was taken, so none wakes in vain.
+        Each is resumed after its slot was taken, so none wakes in vain.
         """
         while self._lines:
             tenant = min(self._lines, key=self._tags.__getitem__)  # equal tags: first come, first served
@@ -163,14 +163,14 @@ class FairQueue(Generic[T]):
             waiter.future.set_result(taken)
 
     async def _wait(self, future: "asyncio.Future[T]") -> None:
-        """Wait for a place, for as long as a request may. Time in which requests are held does not count."""
-        began, held_s = self._clock(), self._hold.seconds()
+        """Wait for a slot, for as long as a request may. A suspension does not count."""
+        began, suspended_s = self._clock(), self._suspension.seconds()
         left_s = self._timeout_s
         while not future.done() and left_s > 0:
             await asyncio.wait([future], timeout=left_s)
-            left_s = began + self._timeout_s - self._clock() + self._hold.seconds() - held_s
-            if self._hold.active:
-                left_s = max(left_s, _HELD_STEP_S)
+            left_s = began + self._timeout_s - self._clock() + self._suspension.seconds() - suspended_s
+            if self._suspension.active:
+                left_s = max(left_s, _SUSPENDED_STEP_S)
 
     def _refuse_newest(self, tenant: str) -> None:
         """If the queue is full, refuse the newest request of the tenant with the most waiting requests.
@@ -178,7 +178,7 @@ class FairQueue(Generic[T]):
         Raises:
             Overloaded: that would be the caller's own request.
         """
-        if self.waiting < self._max_waiting or self._hold.active:
+        if self.waiting < self._max_waiting or self._suspension.active:
             return
         message = f"{self.waiting} requests already wait for a replica: try again later"
         refusal = Overloaded(message, code="queue_full", retry_after=_RETRY_AFTER_S)

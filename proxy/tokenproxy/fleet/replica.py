@@ -1,6 +1,7 @@
 """One engine of the fleet: what it supports, and whether it responds."""
 
 import asyncio
+import contextlib
 import errno
 import logging
 import time
@@ -42,6 +43,8 @@ MISSES = 2
 """Health checks in a row without an answer that take a replica out of use; a refused connection is enough."""
 RETRY_S = 0.5
 """Seconds until the next check of a replica that is not ready, or missed a check."""
+LACKS_S = 10.0
+"""Seconds for which a replica that lacks an adapter gets no requests for it."""
 _NO_ROUTE = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT})
 
 
@@ -76,17 +79,19 @@ class Replica:
         """
         self._retry_s = retry_s
         self._logprobs_mode = logprobs_mode
-        self._metrics = metrics
+        self.metrics = metrics
         self._reported: ReplicaState | None = None
         self.engine = engine
         self.load = Load(clock)
         self.breaker = Breaker(clock)
         self.draining = False
         """Whether it gets no more requests, and those that run end."""
-        self.breaks = 0
+        self.losses = 0
         """Number of times that connections broke under requests. Those that break together count as one."""
-        self.broken_requests = 0
+        self.lost_requests = 0
         """How many requests ran when connections broke last; 0 if it has responded since."""
+        self._lacking: dict[str, float] = {}
+        """When it answered 404 for a model that another replica serves, by the model's name."""
         self.capabilities: Capabilities | None = None
         self.tokenizer: ChatTokenizer | None = None
         """The tokenizer that renders the same ids as the engine; None if there is none."""
@@ -171,7 +176,7 @@ class Replica:
         self._check_due.set()
         if self.capabilities is None:
             return
-        log.warning("%s is down: %s", self.engine.name, problem.message)
+        log.warning("%s is down: %s", self.name, problem.message)
         self.count_ejection("unreachable")
         self.capabilities = None
         self.engine.verify(None)
@@ -181,10 +186,20 @@ class Replica:
         """Check the engine's health now instead of at the next interval: a request to it failed."""
         self._check_due.set()
 
-    def note_break(self) -> None:
+    def note_loss(self) -> None:
         """A connection broke under a request that still counts as running."""
-        self.breaks += not self.broken_requests
-        self.broken_requests = max(self.broken_requests, self.load.requests)
+        self.losses += not self.lost_requests
+        self.lost_requests = max(self.lost_requests, self.load.requests)
+
+    def note_lack(self, model: str) -> None:
+        """Take note that it does not serve a model that another replica serves, and check what it serves."""
+        self._lacking[model] = self._clock()
+        self.check_now()
+
+    def lacks(self, model: str) -> bool:
+        """Whether requests for a model go to other replicas, because it lacked the model of late."""
+        at = self._lacking.get(model)
+        return at is not None and self._clock() - at < LACKS_S
 
     async def confirm(self) -> bool:
         """Whether the engine still responds after a connection broke; if not, the replica is marked down."""
@@ -204,7 +219,7 @@ class Replica:
         if not healthy:
             self.mark_down(EngineUnavailable(f"{self.name} does not respond to /health"))
         else:
-            self.broken_requests = 0
+            self.lost_requests = 0
         return healthy
 
     async def _verify(self) -> None:
@@ -247,26 +262,23 @@ class Replica:
 
     async def _watch(self) -> None:
         while True:
-            if self.capabilities is None:
-                await self._discover()
-            pause = self._interval_s if self.responds and not self._misses else self._retry_s
             try:
+                await (self._check() if self.responds else self._discover())
+            except Exception:  # the boundary of the task: an engine's response must not end the watch
+                log.exception("checking the health of %s failed", self.name)
+            pause = self._interval_s if self.responds and not self._misses else self._retry_s
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._check_due.wait()
-            except TimeoutError:
-                pass
             self._check_due.clear()
-            if self.responds:
-                try:
-                    await self._check()
-                except Exception:  # the boundary of the task: an engine's response must not end the watch
-                    log.exception("checking the health of %s failed", self.name)
 
     async def _check(self) -> None:
         """Ask for the engine's health; several misses in a row mark the replica down."""
         try:
             if await self._is_healthy(HEALTH_TIMEOUT_S):
                 self._misses = 0
+                if self._lacking:
+                    await self._verify()
                 capabilities = self.capabilities
                 if capabilities and not self.tokenizer and self._clock() >= self._tokenizer_retry_at:
                     await self._find_tokenizer(capabilities, HEALTH_TIMEOUT_S)
@@ -315,20 +327,18 @@ class Replica:
             async with asyncio.timeout(DISCOVERY_TIMEOUT_S):
                 if not await self._is_healthy(HEALTH_TIMEOUT_S):
                     self._missed()
-                    raise EngineUnavailable(f"{self.engine.name} does not respond to /health")
+                    raise EngineUnavailable(f"{self.name} does not respond to /health")
                 capabilities = await discover(self.questions)
-            self.problem = f"the tokenizer for {self.engine.name} is still loading"
+            self.problem = f"the tokenizer for {self.name} is still loading"
             await self._find_tokenizer(capabilities, TOKENIZER_TIMEOUT_S)
-        except CredentialRequired as error:
-            self.problem, self.wants_credential = error.message, True
-        except ApiError as error:
-            self.problem = error.message
         except TimeoutError:
-            self.problem = f"{self.engine.name} did not respond within {DISCOVERY_TIMEOUT_S:.0f} s"
+            self.problem = f"{self.name} did not respond within {DISCOVERY_TIMEOUT_S:.0f} s"
+        except ApiError as error:
+            self.problem, self.wants_credential = error.message, isinstance(error, CredentialRequired)
         except Exception as error:
-            # the boundary of the task: an engine's response must not end the watch
-            log.exception("discovering what %s supports failed", self.engine.name)
-            self.problem = f"{self.engine.name}: {type(error).__name__}: {error}"
+            # the boundary of discovery: an engine may respond anything
+            log.exception("discovering what %s supports failed", self.name)
+            self.problem = f"{self.name}: {type(error).__name__}: {error}"
         else:
             mode = capabilities.logprobs_mode or self._logprobs_mode
             capabilities = replace(capabilities, logprobs_mode=mode)
@@ -341,21 +351,30 @@ class Replica:
             self.engine.verify(self._verify)
             self.breaker.reset()
             self.load.responded = False
-            self.broken_requests = self._misses = 0
+            self.lost_requests = self._misses = 0
+            self._lacking.clear()
+        first_try, self.was_tried = not self.was_tried, True
+        if self.capabilities is None and first_try:
+            log.warning("%s is not ready: %s", self.name, self.problem)
+        if self.capabilities is not None or first_try:
             self.fleet.settle_model()
         self.report_state()
-        if self.capabilities is None and not self.was_tried:
-            log.warning("%s is not ready: %s", self.engine.name, self.problem)
-        self.was_tried = True
 
     async def _find_tokenizer(self, capabilities: Capabilities, timeout_s: float) -> None:
-        """Set the tokenizer of the engine's model, or why there is none. Raises as `Tokenizers.find`."""
-        earlier, model = self.tokenizer_problem, capabilities.model
-        self.tokenizer, problem = await self._tokenizers.find(self.questions, model, timeout_s)
+        """Set the tokenizer of the engine's model, or why there is none. Raises ApiError."""
+        problem: Unsupported | None = None
+        self.tokenizer = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                self.tokenizer = await self._tokenizers.find(self.questions, capabilities.model)
+        except TimeoutError:  # loading goes on
+            problem = Unsupported("the model's tokenizer is still loading", code="no_tokenizer")
+        except Unsupported as error:
+            problem = error
+        if problem is not None and str(problem) != str(self.tokenizer_problem):
+            log.warning("%s: messages cannot be appended to ids: %s", self.name, problem)
         self.tokenizer_problem = problem
         self._tokenizer_retry_at = self._clock() + TOKENIZER_RETRY_S
-        if problem is not None and str(problem) != str(earlier):
-            log.warning("%s: messages cannot be appended to ids: %s", self.name, problem)
 
     @property
     def state(self) -> ReplicaState:
@@ -374,13 +393,9 @@ class Replica:
         """Show the state in the metrics, if it changed."""
         if (state := self.state) is not self._reported:
             self._reported = state
-            self._metrics.replica_state(self.name, state)
-
-    def forget_state(self) -> None:
-        """Show nothing of it in the metrics any more: it left the fleet."""
-        self._metrics.replica_removed(self.name)
+            self.metrics.replica_state(self.name, state)
 
     def count_ejection(self, reason: str) -> None:
         """Count that it gets no requests for a while; `reason` is a snake_case word."""
-        self._metrics.replica_ejected(self.name, reason)
+        self.metrics.replica_ejected(self.name, reason)
         self.report_state()

@@ -69,19 +69,10 @@ class FleetState(msgspec.Struct, frozen=True):
     """When the last step of an update was called, in seconds since the epoch. So each step changes the state:
     an update fails if that does not change for too long."""
 
-    @property
-    def holds(self) -> bool:
-        """Whether new requests wait."""
-        return bool(self.paused or self.updating)
-
     def lacks_weights(self, replica: str) -> bool:
         """Whether an update failed on a replica, and no other one has begun there."""
         failure = self.failures.get(replica)
         return failure is not None and failure.loading and not failure.repairing
-
-    def allows(self, replica: str, version: str | None) -> bool:
-        """Whether a replica may serve requests; `version` as in `problem`."""
-        return replica not in self.failures and (self.version is None or version == self.version)
 
     def problem(self, replica: str, version: str | None) -> str:
         """Why a replica must not serve requests; empty if it may.

@@ -92,23 +92,7 @@ class Tokenizers:
         self._loading: dict[str, asyncio.Task[list[ChatTokenizer]]] = {}
         self._examined: dict[int, ChatTokenizer] = {}
 
-    async def find(
-        self, engine: Engine, model: Model | None, timeout_s: float
-    ) -> tuple[ChatTokenizer | None, Unsupported | None]:
-        """The tokenizer of the model that an engine serves; or None, and why there is none or none yet.
-
-        Raises:
-            ApiError: the engine does not respond.
-        """
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self.for_engine(engine, model), None
-        except TimeoutError:  # loading goes on
-            return None, Unsupported("the model's tokenizer is still loading", code="no_tokenizer")
-        except Unsupported as error:
-            return None, error
-
-    async def for_engine(self, engine: Engine, model: Model | None) -> ChatTokenizer:
+    async def find(self, engine: Engine, model: Model | None) -> ChatTokenizer:
         """The tokenizer of the model that an engine serves, compared with that engine.
 
         Raises:

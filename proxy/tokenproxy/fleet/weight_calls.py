@@ -18,8 +18,7 @@ from msgspec.structs import replace
 
 from tokenproxy.base.errors import BadRequest, EngineUnavailable
 from tokenproxy.base.http import JSON_HEADERS, Request, Response, query_value
-from tokenproxy.fleet.admin_answers import Outcome, fan_out, join_answers
-from tokenproxy.fleet.admin_calls import AdminCall, Effect, Join
+from tokenproxy.fleet.admin_calls import AdminCall, Effect, Join, Outcome, fan_out, join_answers
 from tokenproxy.fleet.admin_requests import adapter_to_unload, cleared_by, make_requests, named_version
 from tokenproxy.fleet.fleet import Fleet
 from tokenproxy.fleet.replica import Replica
@@ -88,9 +87,9 @@ class WeightCalls:
         await weights.refresh()
         weights.calls += 1
         try:
-            run = _Run(self, call, request, only)
-            requests = await make_requests(call, request, run.targets, run.version, run.unnamed)
-            await run.prepare()
+            running = _Call(self, call, request, only)
+            requests = await make_requests(call, request, running.targets, running.version, running.unnamed)
+            await running.prepare()
             outcomes = await fan_out(requests, weights.timeout_s)
             if call.join is Join.SUCCESS:
                 told = "it answered success: false"
@@ -98,7 +97,7 @@ class WeightCalls:
                     with_fields(each, problem=told) if each.ok and each.value("success") is False else each
                     for each in outcomes
                 ]
-            note = await run.conclude(outcomes)
+            note = await running.conclude(outcomes)
         finally:
             weights.calls -= 1
         succeeded = sum(outcome.ok for outcome in outcomes)
@@ -107,7 +106,7 @@ class WeightCalls:
         return join_answers(call, outcomes, note)
 
 
-class _Run:
+class _Call:
     """One call."""
 
     def __init__(self, calls: WeightCalls, call: AdminCall, request: Request, only: str) -> None:

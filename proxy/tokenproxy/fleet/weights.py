@@ -13,8 +13,9 @@ from weakref import WeakSet
 
 from msgspec.structs import replace
 
-from tokenproxy.fleet.admin_answers import ask
-from tokenproxy.fleet.queue import Hold
+from tokenproxy.base.http import Request
+from tokenproxy.fleet.admin_calls import ask
+from tokenproxy.fleet.queue import Suspension
 from tokenproxy.fleet.replica import Replica
 from tokenproxy.fleet.shared import Failure, FleetState, SharedError, SharedWords, read_state, write_state
 from tokenproxy.fleet.weight_tags import WeightTag
@@ -54,7 +55,7 @@ class Weights:
         """Whether this process changes the state, so that what it reads in the store does not count."""
         self._fleet = fleet
         self._clock = fleet.clock
-        self.hold = Hold(self._clock)
+        self.suspension = Suspension(self._clock)
         self._tags: WeakSet[WeightTag] = WeakSet()
         self._without_version: WeakSet[Replica] = WeakSet()
         """Replicas without development routes: they are asked again after they were restarted."""
@@ -72,7 +73,7 @@ class Weights:
 
     def serves(self, replica: Replica) -> bool:
         """Whether requests may be sent to a replica, as far as its weights go."""
-        return self.state.allows(replica.name, replica.weight_version)
+        return not self.problem(replica)
 
     def problem(self, replica: Replica) -> str:
         """Why a replica gets no requests; empty if its weights are those of the fleet."""
@@ -144,7 +145,7 @@ class Weights:
 
         def done(task: "asyncio.Task[None]") -> None:
             self._learning.discard(task)
-            self._apply_hold()
+            self._apply_suspension()
 
         # a context of its own: it is not part of the request that caused it
         task = asyncio.create_task(ask_all(), context=Context())
@@ -205,7 +206,7 @@ class Weights:
     async def explains_silence(self, replica: Replica) -> bool:
         """Whether a replica that sends nothing is paused, by a proxy of the fleet or by somebody else."""
         await self.refresh()
-        if self.hold.active or await self._is_paused(replica):
+        if self.suspension.active or await self._is_paused(replica):
             replica.load.shift(0.0)
             return True
         return False
@@ -225,21 +226,21 @@ class Weights:
         self._adopt(new)
 
     def _adopt(self, new: FleetState) -> None:
-        """Make a state the current one, and hold or release requests by it."""
+        """Make a state the current one, and suspend or release requests by it."""
         old, self.state = self.state, new
         self._moved_at = self._clock()
         if new.updating and not new.paused and not (old.updating and not old.paused):
             for tag in self._tags:
                 tag.changing()
-        self._apply_hold()
+        self._apply_suspension()
 
-    def _apply_hold(self) -> None:
+    def _apply_suspension(self) -> None:
         fleet = self._fleet
-        if self.state.holds or self._learning:
-            self.hold.begin()
+        if self.state.paused or self.state.updating or self._learning:
+            self.suspension.begin()
             return
-        if self.hold.active:
-            seconds = self.hold.end()
+        if self.suspension.active:
+            seconds = self.suspension.end()
             for replica in [*fleet.replicas, *fleet.leaving]:
                 replica.load.shift(seconds)
             fleet.queue.wake()
@@ -309,7 +310,7 @@ class Weights:
             log.info("%s gets requests again: its weights are those of the fleet", replica.name)
             failures = {name: each for name, each in self.state.failures.items() if name != replica.name}
             await self.change(replace(self.state, failures=failures))
-        answer = await ask(replica, "/weight_info", _ASK_S)
+        answer = await ask(replica.questions, replica, Request("GET", "/weight_info"), _ASK_S)
         if not answer.status or answer.status >= 500:
             return
         if not answer.ok:
@@ -318,7 +319,7 @@ class Weights:
         version = value if isinstance(value, str) else None
         if version == replica.weight_version:
             return
-        if not self.state.allows(replica.name, version):
+        if self.state.problem(replica.name, version):
             await self.refresh()  # another process may have set it
             if self.state.updating or self.calls:
                 return
@@ -332,7 +333,7 @@ class Weights:
 
     async def _is_paused(self, replica: Replica) -> bool | None:
         """Whether an engine is paused; None if it does not say."""
-        answer = await ask(replica, "/is_paused", _ASK_S)
+        answer = await ask(replica.questions, replica, Request("GET", "/is_paused"), _ASK_S)
         return answer.value("is_paused") is True if answer.ok else None
 
     def _tags_of(self, replica: Replica) -> list[WeightTag]:

@@ -18,9 +18,9 @@ from tokenproxy.base.request import ChatRequest, EngineRoute
 from tokenproxy.base.types import Fields, Headers
 from tokenproxy.engine.generate import GenerateTokenIn
 from tokenproxy.engine.token_in import TokenRequest, rename_errors
+from tokenproxy.fleet.choosing import BYTES_PER_ID, Routing, body_digest
 from tokenproxy.fleet.model import FleetImages, FleetModel
 from tokenproxy.fleet.replica import Replica
-from tokenproxy.fleet.routing import BYTES_PER_ID, Routing, body_digest
 from tokenproxy.fleet.weight_tags import WeightTag
 from tokenproxy.monitoring.exchange import span
 from tokenproxy.record.claims import Claims
@@ -71,7 +71,7 @@ class PlannedTurn:
         request, plan, services = self.request, self.plan, self.services
         recorded = plan.placement.conversation is not None
         fields = _request_for_engine(request, evidence=recorded or request.visible.on_messages)
-        if services.cache_salt_by_version and replica.weight_version is not None:
+        if services.settings.cache_salt_by_version and replica.weight_version is not None:
             fields.setdefault("cache_salt", raw(replica.weight_version))
         headers, route = _headers(request, plan), request.engine_route
         if prompt_of(plan) and route is EngineRoute.CHAT:
@@ -127,6 +127,7 @@ class PlannedTurn:
             ids=sum(prefix.ids for prefix in held),
             reused=sum(prefix.reused for prefix in held if prefix.holder == most.holder),
             tenant=request.tenant,
+            model=request.model or "",
             completion=True,
             digest=lambda: body_digest(request.retry.path, request.retry.body),
         )

@@ -9,7 +9,7 @@ from tokenproxy.fleet.membership import Membership
 from tokenproxy.fleet.weight_calls import WeightCalls
 from tokenproxy.record.encoders import EncoderPool
 from tokenproxy.record.history import History
-from tokenproxy.record.store_time import REQUEST_S
+from tokenproxy.settings import Settings
 from tokenproxy.store.guarded import GuardedStore
 from tokenproxy.turn.model_aliases import ModelAliases
 from tokenproxy.turn.running import RunningRequests
@@ -29,17 +29,11 @@ class Services:
     """Sends the engine's admin routes to all replicas."""
     encoders: EncoderPool
     """Threads for tokenising, which would block the event loop."""
-    body_limit_bytes: int
+    settings: Settings
     membership: Membership | None = None
     """Adds and removes replicas; None inside vLLM, where there is one engine."""
-    store_timeout_s: float = REQUEST_S
-    """How long a request waits for the store, all its calls together."""
-    cache_salt_by_version: bool = False
-    """Whether engines get the version of their weights as `cache_salt`."""
     model_aliases: ModelAliases = field(default_factory=ModelAliases)
     """The models that serve requests for others."""
-    session_from_key: bool = False
-    """Whether a request's API key names its session, if nothing checks the key."""
     running: RunningRequests = field(default_factory=RunningRequests)
     """The running requests, which are cut off when the process stops."""
 

@@ -1,7 +1,6 @@
 """The admin routes: which engines the proxy uses, and those of the engines, sent to all replicas."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import ClassVar
 
 from tokenproxy.base.errors import BadRequest, NotFound
 from tokenproxy.base.fields import parse, read
@@ -12,17 +11,23 @@ from tokenproxy.fleet.membership import Membership
 from tokenproxy.formats.base import header
 from tokenproxy.turn.services import Services
 from tokenproxy.web.base import Route
-from tokenproxy.web.scopes import KeyScope
+from tokenproxy.web.keys import KeyScope
+from tokenproxy.web.parameters import refused_as
 
 
-class Replicas(Route):
+class AdminRoute(Route):
+    """Base of the routes for administrators, whatever tenant they are."""
+
+    needs_tenant = False
+    key_scope = KeyScope.ADMIN
+
+
+class Replicas(AdminRoute):
     """List, add and remove replicas."""
 
     path = "/admin/replicas"
-    methods = ("GET", "POST", "DELETE")
+    methods: ClassVar[tuple[str, ...]] = ("GET", "POST", "DELETE")
     inside_vllm = False
-    needs_tenant = False
-    key_scope = KeyScope.ADMIN
     summary = "The replicas: list, add, remove"
 
     async def answer(self, request: Request, services: Services, /) -> Response:
@@ -31,70 +36,45 @@ class Replicas(Route):
         Requests that run on a removed replica end normally, and others notice nothing. All processes of the
         fleet that share the store apply a change; if the store does not take it, nothing changes (503).
         """
-        membership = _membership(services)
-        with _named_in("url"):
-            if request.method == "POST":
-                await membership.add(_url_in_body(request))
-            elif request.method == "DELETE":
-                url = query_value(request, "url", "")
-                if not await membership.remove(url):
-                    raise _unknown(url)
-        return _listed(services)
+        membership = services.membership
+        assert membership is not None  # these routes are not mounted inside vLLM
+        if request.method != "GET":
+            posted = request.method == "POST"
+            url = read(parse(request.body), "url", str) if posted else query_value(request, "url", "")
+            if posted and not url:
+                raise BadRequest('`url` is required: {"url": "http://10.0.0.11:8000"}', param="url")
+            with refused_as("url"):
+                if not await self.change(membership, url or "", request.method):
+                    raise NotFound(f"no replica at {url}: GET /admin/replicas lists them", param="url")
+        return json_response({"replicas": services.fleet.report(), "changes": membership.changes})
+
+    async def change(self, membership: Membership, url: str, method: str) -> bool:
+        """Add or remove a replica; False if it is not in the fleet. Raises ValueError for a wrong URL."""
+        if method == "DELETE":
+            return await membership.remove(url)
+        await membership.add(url)
+        return True
 
 
-class Drain(Route):
+class Drain(Replicas):
     """Let a replica finish what it does, and send it nothing more."""
 
     path = "/admin/replicas/drain"
-    inside_vllm = False
-    needs_tenant = False
-    key_scope = KeyScope.ADMIN
+    methods = ("POST",)
     summary = "Drain a replica: it gets no more requests"
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """`{"url"}`; `requests` in the answer tells how many still run. Adding it again ends the draining."""
-        url = _url_in_body(request)
-        with _named_in("url"):
-            if not await _membership(services).drain(url):
-                raise _unknown(url)
-        return _listed(services)
+        return await super().answer(request, services)
+
+    async def change(self, membership: Membership, url: str, method: str) -> bool:
+        """See `Replicas.change`."""
+        return await membership.drain(url)
 
 
-@contextmanager
-def _named_in(param: str) -> Iterator[None]:
-    """Raises BadRequest for a parameter that is not the URL of an engine."""
-    try:
-        yield
-    except ValueError as error:
-        raise BadRequest(str(error), param=param) from error
-
-
-def _membership(services: Services) -> Membership:
-    assert services.membership is not None  # these routes are not mounted inside vLLM
-    return services.membership
-
-
-def _url_in_body(request: Request) -> str:
-    url = read(parse(request.body), "url", str)
-    if not url:
-        raise BadRequest('`url` is required: {"url": "http://10.0.0.11:8000"}', param="url")
-    return url
-
-
-def _unknown(url: str) -> NotFound:
-    return NotFound(f"no replica at {url}: GET /admin/replicas lists them", param="url")
-
-
-def _listed(services: Services) -> Response:
-    changes = _membership(services).changes
-    return json_response({"replicas": services.fleet.report(), "changes": changes})
-
-
-class EngineAdmin(Route):
+class EngineAdmin(AdminRoute):
     """One row of the table in `proxy/tokenproxy/fleet/admin_calls.py`."""
 
-    needs_tenant = False
-    key_scope = KeyScope.ADMIN
     replaces_engine_route = True
 
     def __init__(self, call: AdminCall) -> None:
@@ -122,5 +102,5 @@ def named_replica(request: Request) -> str:
     value = header(request.headers, b"x-replica")
     if not value:
         return ""
-    with _named_in("x-replica"):
+    with refused_as("x-replica"):
         return without_credentials(normalise_base_url(value.decode("latin-1")))

@@ -1,4 +1,4 @@
-"""Authentication with the proxy's own API keys, or without keys: plain ASGI middlewares.
+"""Authentication with the proxy's own API keys, or without keys: plain ASGI middlewares after the gate.
 
 They identify the client, and put its tenant and scopes into the ASGI scope. `endpoint.py`, which
 determines the route, checks the scopes.
@@ -12,14 +12,10 @@ from collections.abc import Collection, Sequence
 from tokenproxy.base.errors import Unauthorized
 from tokenproxy.base.types import ASGIApp, Headers, Receive, Scope, Send
 from tokenproxy.web.credentials import SCOPE_KEY, tenant_of_key
-from tokenproxy.web.key_file import ApiKey, KeyFile
-from tokenproxy.web.paths import path_of
-from tokenproxy.web.scopes import EVERY_SCOPE, SCOPES_KEY, WITHOUT_ADMIN, KeyScope
-from tokenproxy.web.sending import send_error
+from tokenproxy.web.gate import OPEN_PATHS, host_name, path_of
+from tokenproxy.web.keys import EVERY_SCOPE, SCOPES_KEY, WITHOUT_ADMIN, ApiKey, KeyFile, KeyScope
 
 _METRICS = "/metrics"
-OPEN_PATHS = frozenset({"/health", "/ready", _METRICS})
-"""Paths for health checks and scrapers, which have no key."""
 _PAGE_PATH = re.compile(r"/viewer/?|/viewer/static/[^/]*")
 """The page, which holds no recorded data and asks for a key: a browser sends none with its first request."""
 _USUAL_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -67,11 +63,10 @@ class ApiKeys:
         elif is_open:
             await self._app({**scope, SCOPES_KEY: granted}, receive, send)
         else:
-            error = Unauthorized(
+            raise Unauthorized(
                 "send an API key of this proxy as `Authorization: Bearer KEY` or `X-API-Key: KEY`",
                 code="invalid_api_key",
             )
-            await send_error(send, error, path)
 
     def _verify(self, headers: Headers) -> tuple[ApiKey | None, Headers]:
         """The tenant and scopes of the first header with one of the keys, and the headers without any key."""
@@ -133,14 +128,6 @@ class NoKeys:
             if name == b"host" and not is_loopback(host_name(value)):
                 return False
         return True
-
-
-def host_name(value: bytes) -> str:
-    """The host in a Host header, without its port: `::1` of `[::1]:8100`."""
-    text = value.decode("latin-1").strip().lower()
-    if text.startswith("["):
-        return text[1:].partition("]")[0]
-    return text.partition(":")[0]
 
 
 def is_loopback(host: str) -> bool:

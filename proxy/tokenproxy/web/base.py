@@ -5,8 +5,11 @@ from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 from tokenproxy.base.http import Request, Response
+from tokenproxy.record.store import Session, session_id
 from tokenproxy.turn.services import Services
-from tokenproxy.web.scopes import KeyScope
+from tokenproxy.viewer.recording import Recording
+from tokenproxy.web.keys import KeyScope
+from tokenproxy.web.parameters import session_in_path, unknown_session
 
 T = TypeVar("T")
 
@@ -18,7 +21,7 @@ class Route(ABC):
     """One route. `routes.py` lists all of them."""
 
     path: ClassVar[str]
-    """The route's path, a template in Starlette's syntax; see `paths.py` for others that lead to it."""
+    """The route's path, a template in Starlette's syntax; see `gate.py` for others that lead to it."""
     methods: ClassVar[tuple[str, ...]] = ("POST",)
     inside_vllm: ClassVar[bool] = True
     """Whether it is mounted inside vLLM too; False if vLLM has its own route for it."""
@@ -73,6 +76,34 @@ class StoreRoute(Route):
     def needed_scope(self, method: str, path: str) -> KeyScope | None:
         """See `Route.needed_scope`: who may sample may also make, reward and delete the sessions of it."""
         return KeyScope.READ if method in ("GET", "HEAD") else KeyScope.INFERENCE
+
+
+class SessionRoute(StoreRoute):
+    """Base of the routes that show one recorded session, which their path names."""
+
+    methods: ClassVar[tuple[str, ...]] = ("GET",)
+
+    async def answer(self, request: Request, services: Services, /) -> Response:
+        """See `show`."""
+        store, name = services.store, session_in_path(request)
+        session = await store.session(session_id(request.tenant, name))
+        if session is None:
+            raise unknown_session(name)
+        turns = await store.turns(session.id) if self.needs_turns(request, session) else []
+        return await self.show(request, services, Recording(session, turns, await store.rewards(session.id)))
+
+    def needs_turns(self, request: Request, session: Session) -> bool:
+        """Whether the response depends on the turns."""
+        return True
+
+    @abstractmethod
+    async def show(self, request: Request, services: Services, found: Recording) -> Response:
+        """The response for a session."""
+
+    @property
+    def description(self) -> str:
+        """See `Route.description`."""
+        return type(self).show.__doc__ or ""
 
 
 async def parsed(request: Request, services: Services, parse: Callable[[], T]) -> T:

@@ -16,7 +16,7 @@ from tokenproxy.turn.sending import plan_turn
 from tokenproxy.turn.services import Services
 from tokenproxy.turn.wire import problem_of
 from tokenproxy.web.base import Route, parsed
-from tokenproxy.web.session_names import session_fields
+from tokenproxy.web.parameters import session_fields
 
 _PATH = "/v1/messages/count_tokens"
 

@@ -38,18 +38,9 @@ def tenant_of_key(key: bytes) -> str:
     return blake2b(key, digest_size=16).hexdigest()
 
 
-async def single_tenant(scope: Scope) -> str:
-    """The one tenant where no credentials are required."""
-    return SINGLE_TENANT
-
-
 async def tenant_in_scope(scope: Scope) -> str:
-    """The tenant that the middleware `ApiKeys` put into the scope."""
-    tenant: str | None = scope.get(SCOPE_KEY)
-    if tenant is None:
-        raise Unauthorized(
-            "send an API key of this proxy as `Authorization: Bearer KEY`", code="invalid_api_key"
-        )
+    """The tenant that the middleware `ApiKeys` put into the scope; the one tenant where it did not run."""
+    tenant: str = scope.get(SCOPE_KEY, SINGLE_TENANT)
     return tenant
 
 
@@ -75,10 +66,9 @@ class EngineCredentials:
         self._send = send
         self._lend = lend
         self._clock = clock
-        self._verdicts: OrderedDict[bytes, tuple[bool, float]] = OrderedDict()
-        """Whether the engine accepts a credential, and until when that counts; b"" stands for none."""
-        self._asking: dict[bytes, asyncio.Task[bool]] = {}
-        """Running verifications, so that concurrent requests with one credential share one."""
+        self._verdicts: OrderedDict[bytes, tuple[asyncio.Task[bool], float]] = OrderedDict()
+        """Verifications by a digest of the credential (b"" for none), and when each began. A running one is
+        shared by all requests with its credential; one that ended is the verdict for some time."""
 
     async def tenant_of(self, scope: Scope) -> str:
         """The tenant of a request.
@@ -105,7 +95,7 @@ class EngineCredentials:
 
     async def aclose(self) -> None:
         """Cancel the running verifications."""
-        tasks = list(self._asking.values())
+        tasks = [task for task, _ in self._verdicts.values() if not task.done()]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -113,33 +103,33 @@ class EngineCredentials:
 
     async def _accepts(self, credential: tuple[bytes, bytes] | None) -> bool:
         digest = b"" if credential is None else blake2b(b":".join(credential), digest_size=16).digest()
-        accepted, until = self._verdicts.get(digest, (False, 0.0))
-        if self._clock() < until:
-            self._verdicts.move_to_end(digest)
-            return accepted
-        task = self._asking.get(digest)
-        if task is None:
-            task = asyncio.create_task(self._ask(digest, credential))
-            self._asking[digest] = task
-            task.add_done_callback(lambda done: self._verification_ended(digest, done))
-        # a client that leaves must not cancel the verification for others that wait for it
-        return await asyncio.shield(task)
-
-    async def _ask(self, digest: bytes, credential: tuple[bytes, bytes] | None) -> bool:
-        status = await self._status(credential)
-        if 200 <= status < 300:
-            accepted = True
-        elif status in (401, 403):
-            accepted = False
-        else:
-            problem = f"the engine answers {status} to GET {_MODELS_PATH}: no credential can be verified"
-            raise EngineUnavailable(problem) if status in (429, 503) else EngineBroken(problem)
-        seconds = OPEN_S if credential is None else ACCEPTED_S if accepted else REFUSED_S
-        self._verdicts[digest] = accepted, self._clock() + seconds
-        self._verdicts.move_to_end(digest)
+        task, began = self._verdicts.pop(digest, (None, 0.0))
+        if task is None or (task.done() and not self._counts(task, began, credential)):
+            task, began = asyncio.create_task(self._ask(credential)), self._clock()
+            # read, so that asyncio does not warn if all waiting clients have left
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._verdicts[digest] = task, began
         if len(self._verdicts) > REMEMBERED:
             self._verdicts.popitem(last=False)
-        return accepted
+        # a client that leaves must not cancel the verification for others that wait for it
+        return task.result() if task.done() else await asyncio.shield(task)
+
+    def _counts(self, task: asyncio.Task[bool], began: float, credential: tuple[bytes, bytes] | None) -> bool:
+        """Whether a verification that ended is still the verdict."""
+        if task.cancelled() or task.exception() is not None:
+            return False
+        seconds = OPEN_S if credential is None else ACCEPTED_S if task.result() else REFUSED_S
+        return self._clock() < began + seconds
+
+    async def _ask(self, credential: tuple[bytes, bytes] | None) -> bool:
+        """Whether the engine accepts a credential. Raises ApiError without a verdict."""
+        status = await self._status(credential)
+        if 200 <= status < 300:
+            return True
+        if status in (401, 403):
+            return False
+        problem = f"the engine answers {status} to GET {_MODELS_PATH}: no credential can be verified"
+        raise EngineUnavailable(problem) if status in (429, 503) else EngineBroken(problem)
 
     async def _status(self, credential: tuple[bytes, bytes] | None) -> int:
         question = Request("GET", _MODELS_PATH, [credential] if credential else [], repeatable=True)
@@ -156,11 +146,6 @@ class EngineCredentials:
                 "be verified"
             ) from error
         return response.status
-
-    def _verification_ended(self, digest: bytes, task: "asyncio.Task[bool]") -> None:
-        del self._asking[digest]
-        if not task.cancelled():
-            task.exception()  # read, so that asyncio does not warn if all waiting clients have left
 
 
 def unverified_tenant(headers: Headers) -> str:

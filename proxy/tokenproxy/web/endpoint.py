@@ -20,9 +20,9 @@ from tokenproxy.record.store import StoreError
 from tokenproxy.record.store_time import store_time
 from tokenproxy.turn.services import Services
 from tokenproxy.web.base import Route
-from tokenproxy.web.credentials import SCOPE_KEY, SINGLE_TENANT, TenantOf
-from tokenproxy.web.paths import check_path, raw_path
-from tokenproxy.web.scopes import SCOPES_KEY, KeyScope
+from tokenproxy.web.credentials import SCOPE_KEY, TenantOf, tenant_in_scope
+from tokenproxy.web.gate import check_path, raw_path
+from tokenproxy.web.keys import SCOPES_KEY, KeyScope
 from tokenproxy.web.sending import send_body, send_error, send_events
 
 BODY_TIMEOUT_S = 30.0
@@ -63,13 +63,13 @@ class Endpoint:
             try:
                 services = self._services(scope)
                 with services.running.cuttable():
-                    request = await self._read(scope, receive, services.body_limit_bytes)
+                    request = await self._read(scope, receive, services.settings.body_limit_bytes)
             except ClientGone:
                 exchange.leave()
             except ApiError as error:
                 await send_error(send, error, scope["path"])
             else:
-                store_s = self.route.store_seconds or services.store_timeout_s
+                store_s = self.route.store_seconds or services.settings.store_timeout_s
                 with _ClientWatch(receive, exchange), store_time(store_s):
                     await self._serve(request, services, send)
 
@@ -81,8 +81,7 @@ class Endpoint:
         else:
             _check_scope(scope, self.route.needed_scope(scope["method"], unquote(path)))
         # Before the body is read: a client without a valid credential must not fill the memory
-        needs_tenant = self.route.needs_tenant
-        tenant = await self._tenant_of(scope) if needs_tenant else scope.get(SCOPE_KEY, SINGLE_TENANT)
+        tenant = await (self._tenant_of if self.route.needs_tenant else tenant_in_scope)(scope)
         query: bytes = scope.get("query_string", b"")
         return Request(
             scope["method"],

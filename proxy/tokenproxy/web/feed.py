@@ -32,15 +32,16 @@ from tokenproxy.samples.layouts import Layout
 from tokenproxy.samples.samples import Shared
 from tokenproxy.turn.services import Services
 from tokenproxy.web.base import StoreRoute
+from tokenproxy.web.keys import KeyScope
 from tokenproxy.web.parameters import (
+    check_name,
     check_parameters,
     number,
+    refused_as,
     requested_classes,
     requested_layout,
     requested_shared,
 )
-from tokenproxy.web.scopes import KeyScope
-from tokenproxy.web.session_names import check_name
 
 MOST_CONSUMERS = 64
 """Of one tenant: their names are in the metrics."""
@@ -110,7 +111,7 @@ class FeedAcknowledge(StoreRoute):
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """`{"consumer", "cursor"}`; returns both, with the cursor that is acknowledged now."""
-        fields, store = parse(request.body), services.history.store
+        fields, store = parse(request.body), services.store
         consumer, cursor = read(fields, "consumer", str), read(fields, "cursor", str)
         if consumer is None:
             raise BadRequest("`consumer` is required: the name with which it reads", param="consumer")
@@ -131,7 +132,7 @@ class FeedConsumers(StoreRoute):
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """`{"object", "data": [{"consumer", "cursor", "waiting", "oldest"}]}`; `oldest` in seconds."""
-        found = await consumers.consumers(services.history.store, request.tenant)
+        found = await consumers.consumers(services.store, request.tenant)
         return json_response({"object": "list", "data": [_described(consumer) for consumer in found]})
 
 
@@ -149,7 +150,7 @@ class OneFeedConsumer(StoreRoute):
     async def answer(self, request: Request, services: Services, /) -> Response:
         """`{"consumer", "deleted"}`. If it reads again, it begins at the beginning."""
         name = check_name(request.parameters["consumer"], "consumer")
-        if not await consumers.forget(services.history.store, request.tenant, name):
+        if not await consumers.forget(services.store, request.tenant, name):
             raise NotFound(
                 f"unknown consumer {name!r}: it never read, or was removed",
                 param="consumer",
@@ -168,7 +169,8 @@ def _read_parameters(request: Request) -> _FeedRequest:
     wait_s = number("wait", query_value(request, "wait", "0"))
     if not 0 <= wait_s <= LONGEST_WAIT_S:
         raise BadRequest(f"`wait` must be between 0 and {LONGEST_WAIT_S:g} seconds", param="wait")
-    metadata = tuple(_metadata(condition) for condition in query_values(request, "metadata"))
+    with refused_as("metadata", "`metadata` must be KEY=VALUE, as metadata=env%3Dmath"):
+        metadata = tuple(map(metadata_condition, query_values(request, "metadata")))
     weights = frozenset(query_values(request, "weight_version"))
     return _FeedRequest(
         consumer=check_name(consumer, "consumer") if consumer else "",
@@ -189,26 +191,14 @@ def _check_names(request: Request) -> None:
             raise BadRequest(f"`{name}` must have a value", param=name)
 
 
-def _metadata(condition: str) -> str:
-    """A condition. Raises BadRequest."""
-    try:
-        return metadata_condition(condition)
-    except ValueError as error:
-        raise BadRequest("`metadata` must be KEY=VALUE, as metadata=env%3Dmath", param="metadata") from error
-
-
 def _position(cursor: str, param: str) -> int:
-    try:
+    with refused_as(param, f"`{param}` must be a cursor that /v1/samples returned, or 0"):
         return cursor_position(cursor)
-    except ValueError as error:
-        raise BadRequest(
-            f"`{param}` must be a cursor that /v1/samples returned, or 0", param=param
-        ) from error
 
 
 async def _read_or_wait(requested: _FeedRequest, tenant: str, services: Services) -> FeedStep:
     """The first step that finds a rollout; the last one before the time is over or the proxy stops."""
-    store, watch = services.history.store, services.history.feed_watch
+    store, watch = services.store, services.history.feed_watch
     deadline = time.monotonic() + requested.wait_s
     start = await _start(requested, tenant, store)
     end = (await store.feed_state()).end

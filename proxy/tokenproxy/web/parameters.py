@@ -1,15 +1,143 @@
-"""The parameters in the query of a request. Every function raises BadRequest for a wrong one."""
+"""Reads what a request names: its session with the fields that it sets, and the parameters in its query.
+
+The first of these names the session:
+
+    1. `X-Session-ID`, which the base URL `/sessions/ID` sets too
+    2. the client's API key, if `session_from_key` is set and nothing checks the key
+    3. the headers of `PROGRAM_HEADERS`, with which coding agents name their own sessions
+
+All of them name explicit sessions of the request's tenant.
+"""
 
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
 
-from tokenproxy.base.errors import BadRequest
+import msgspec
+
+from tokenproxy.base.errors import BadRequest, NotFound
 from tokenproxy.base.http import Request, query_pairs, query_value, query_values
-from tokenproxy.record.store import Cursor, Session, session_id
+from tokenproxy.base.request import SessionRef
+from tokenproxy.base.types import Fields
+from tokenproxy.formats.base import SessionFields
+from tokenproxy.record.store import Cursor, Session, StoreError, session_id
 from tokenproxy.samples.layouts import LAYOUTS, Layout
 from tokenproxy.samples.samples import Shared
+from tokenproxy.turn.services import Services
+from tokenproxy.web.credentials import tenant_of_key
+
+HEADER = b"x-session-id"
+PROGRAM_HEADERS = (
+    b"x-claude-code-session-id",
+    b"session-id",  # Codex
+    b"x-session-affinity",  # OpenCode
+)
+"""The headers of programs, in their order. A value that is no valid name is replaced by its digest."""
+KEY_PREFIX = "session-"
+"""A key that begins with this, and is a valid name, is the name itself, as the ids that `POST /v1/sessions`
+makes. Of every other key the name holds a digest, because names are shown and keys are secrets."""
+
+_NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:@+=-]{1,200}")
+
+
+def session_in_path(request: Request) -> str:
+    """The session in the path of a route. Raises BadRequest."""
+    return check_name(request.parameters["session"], "session")
+
+
+def unknown_session(name: str) -> NotFound:
+    """The error for a session that the store does not hold."""
+    return NotFound(
+        f"unknown session {name!r}: never used, deleted, or evicted",
+        param="session",
+        code="session_not_found",
+    )
+
+
+def check_name(name: str, param: str) -> str:
+    """The name. Raises BadRequest unless paths and headers can hold it unchanged."""
+    if not _NAME.fullmatch(name):
+        raise BadRequest(f"`{param}` must be 1 to 200 letters, digits or any of . _ ~ : @ + = -", param=param)
+    return name
+
+
+def session_name(request: Request, *, from_key: bool) -> str | None:
+    """The session that a request names; None if it names none.
+
+    Args:
+        from_key: the setting `session_from_key`.
+
+    Raises:
+        BadRequest: `X-Session-ID` is not a valid name of a session.
+    """
+    named = next((value for key, value in request.headers if key == HEADER), None)
+    if named is not None:
+        return check_name(named.decode("latin-1").strip(), "X-Session-ID")
+    if from_key and (key := _unchecked_key(request)):
+        return _name_of_key(key)
+    stated = {name: value for name, value in reversed(request.headers) if name in PROGRAM_HEADERS}
+    for program_header in PROGRAM_HEADERS if stated else ():
+        if value := stated.get(program_header, b"").strip():
+            name = value.decode("latin-1")
+            return name if _NAME.fullmatch(name) else _digest(value)
+    return None
+
+
+def _unchecked_key(request: Request) -> bytes:
+    """The first key of a request that neither the proxy nor the engine checked; empty if there is none.
+
+    The keys of the proxy are removed from the headers once they are checked. A key that the engine checked is
+    the tenant's. Both are shared by many sessions.
+    """
+    for name, value in request.headers:
+        scheme, _, rest = value.strip().partition(b" ")
+        if name == b"authorization" and scheme.lower() == b"bearer":
+            key = rest.strip()
+        elif name == b"x-api-key":
+            key = value.strip()
+        else:
+            continue
+        if key and tenant_of_key(key) != request.tenant:
+            return key
+    return b""
+
+
+def _name_of_key(key: bytes) -> str:
+    text = key.decode("latin-1")
+    return text if text.startswith(KEY_PREFIX) and _NAME.fullmatch(text) else f"key-{_digest(key)}"
+
+
+def _digest(value: bytes) -> str:
+    """32 hexadecimal digits, other than those of a tenant."""
+    return blake2b(value, digest_size=16, person=b"session").hexdigest()
+
+
+async def session_fields(request: Request, services: Services) -> SessionFields | None:
+    """The session that a request names, with the fields it sets; None if it names none.
+
+    Raises:
+        BadRequest: it is not a valid name of a session.
+    """
+    name = session_name(request, from_key=services.settings.session_from_key)
+    if name is None:
+        return None
+    history = services.history
+    try:
+        session = await history.store.session(session_id(request.tenant, name))
+    except StoreError as error:
+        error.report(history.metrics, "a session's defaults and overrides do not apply")
+        session = None
+    if session is None:
+        return SessionFields(SessionRef(name))
+    return SessionFields(
+        SessionRef(name, session.explicit),
+        msgspec.json.decode(session.defaults, type=Fields),
+        msgspec.json.decode(session.overrides, type=Fields),
+    )
+
 
 _NUMBER = re.compile(r"[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|inf)", re.IGNORECASE)
 """`float` also takes NaN, digits of other scripts, spaces around them and underscores between them."""
@@ -75,3 +203,12 @@ def requested_layout(request: Request) -> Layout:
 def requested_classes(request: Request) -> frozenset[str]:
     """The parameter `class`, which may be repeated; empty for all classes."""
     return frozenset(query_values(request, "class"))
+
+
+@contextmanager
+def refused_as(param: str, message: str = "") -> Iterator[None]:
+    """Turn a ValueError about a parameter into a BadRequest; without `message`, with its own message."""
+    try:
+        yield
+    except ValueError as error:
+        raise BadRequest(message or str(error), param=param) from error

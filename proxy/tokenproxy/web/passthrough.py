@@ -3,14 +3,14 @@
 from tokenproxy.base.errors import BadRequest
 from tokenproxy.base.fields import join, parse
 from tokenproxy.base.http import Request, Response
-from tokenproxy.fleet.routing import BYTES_PER_ID, Routing, body_digest
+from tokenproxy.fleet.choosing import BYTES_PER_ID, Routing, body_digest
 from tokenproxy.record.store import session_id
 from tokenproxy.turn.services import Services
 from tokenproxy.web.admin import named_replica
 from tokenproxy.web.base import Route, parsed
 from tokenproxy.web.credentials import unverified_tenant
-from tokenproxy.web.scopes import KeyScope, scope_of_engine_route
-from tokenproxy.web.session_names import session_name
+from tokenproxy.web.keys import KeyScope, scope_of_engine_route
+from tokenproxy.web.parameters import session_name
 
 _SAFE = ("GET", "HEAD")
 _REPEATABLE = (
@@ -77,7 +77,7 @@ async def _with_served_model(request: Request, services: Services) -> bytes:
 def _session(request: Request, services: Services) -> str:
     """The key of the session that a request names; empty if it names none, or none that is valid."""
     try:
-        name = session_name(request, from_key=services.session_from_key)
+        name = session_name(request, from_key=services.settings.session_from_key)
     except BadRequest:
         return ""  # the engine's routes know no sessions
     return session_id(request.tenant, name) if name else ""

@@ -13,7 +13,7 @@ from tokenproxy.formats.responses.request import read_request
 from tokenproxy.record.store import DOCUMENTS, StoreError, session_id
 from tokenproxy.turn.services import Services
 from tokenproxy.web.base import Route, StoreRoute, parsed
-from tokenproxy.web.scopes import KeyScope
+from tokenproxy.web.keys import KeyScope
 from tokenproxy.web.turns import serve_format
 
 _RENAMED = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
@@ -90,12 +90,12 @@ class OneResponse(StoreRoute):
         name = _name(request)
         document = session_id(request.tenant, name)
         if request.method == "DELETE":
-            if await services.history.store.take(DOCUMENTS, document) is None:
+            if await services.store.take(DOCUMENTS, document) is None:
                 raise _unknown(name)
             return json_response({"id": name, "object": "response", "deleted": True})
         if query_value(request, "stream", "false") == "true":
             raise BadRequest("`stream` is not supported: a stored response is complete", param="stream")
-        found = await services.history.store.get(DOCUMENTS, [document])
+        found = await services.store.get(DOCUMENTS, [document])
         if document not in found:
             raise _unknown(name)
         return json_response(msgspec.json.decode(found[document], type=ResponseRecord).response)

@@ -1,12 +1,24 @@
 """The list of all routes. A new route is a class in a file of its own and a line here."""
 
+from collections.abc import Callable, Collection, Mapping
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.routing import Match
+
+from tokenproxy.base.types import ASGIApp, Receive, Scope, Send
 from tokenproxy.formats.chat import ChatFormat, TokensFormat
 from tokenproxy.formats.messages.format import MessagesFormat
 from tokenproxy.formats.prompts import CompletionsFormat, GenerateFormat
+from tokenproxy.monitoring.middleware import Monitor, Observer
+from tokenproxy.turn.services import Services
 from tokenproxy.web.admin import Drain, Replicas, engine_admin_routes
 from tokenproxy.web.base import Route
 from tokenproxy.web.count_tokens import CountTokens
+from tokenproxy.web.credentials import TenantOf
+from tokenproxy.web.endpoint import Endpoint
 from tokenproxy.web.feed import FeedAcknowledge, FeedConsumers, FeedSamples, OneFeedConsumer
+from tokenproxy.web.gate import OtherPaths, Paths
 from tokenproxy.web.passthrough import PassThrough
 from tokenproxy.web.responses import CompactResponses, OneResponse, Responses
 from tokenproxy.web.sessions import (
@@ -74,3 +86,84 @@ def all_routes() -> list[Route]:
         *trl_routes(),
         PassThrough(),
     ]
+
+
+def mount(
+    app: FastAPI,
+    services: Callable[[Scope], Services],
+    tenant_of: TenantOf,
+    observer: Observer,
+    *,
+    inside_vllm: bool,
+    disabled: Collection[str] = (),
+) -> dict[tuple[str, str], ASGIApp]:
+    """Add the routes to `app`. Where two match a request, the one added first serves it.
+
+    Returns the endpoints of fixed paths, by method and path.
+
+    Args:
+        services: returns the services of a request; called for each request.
+        tenant_of: returns the tenant of a request; called for each request to a route that needs it.
+        observer: inside vLLM, gets a report of each request to one of these routes.
+        inside_vllm: whether `app` is vLLM's own, which serves the other routes itself.
+        disabled: canonical paths of routes that are not added.
+    """
+    existing = list(app.router.routes)
+    fixed: dict[tuple[str, str], ASGIApp] = {}
+    for route in all_routes():
+        if route.path in disabled or (inside_vllm and not route.inside_vllm):
+            continue
+        if inside_vllm and route.replaces_engine_route:
+            scope = {"type": "http", "method": route.methods[0], "path": route.path, "root_path": ""}
+            if not any(own.matches(scope)[0] is Match.FULL for own in existing):
+                continue
+        endpoint: ASGIApp = Endpoint(route, services, tenant_of, inside_vllm=inside_vllm)
+        if inside_vllm:  # in front of vLLM, the application's first middleware observes every request
+            endpoint = Monitor(endpoint, observer)
+        for method in route.methods:
+            app.router.routes.append(_api_route(route, method, endpoint))
+            if "{" not in route.path:
+                fixed.setdefault((method, route.path), endpoint)
+    if inside_vllm:
+        app.router.routes.append(OtherPaths(app, Paths({path for _, path in fixed})))
+    return fixed
+
+
+def _api_route(route: Route, method: str, endpoint: ASGIApp) -> APIRoute:
+    """A FastAPI route that leaves the request to its endpoint: no parsing, no validation, no copies."""
+
+    async def described() -> None:
+        """What FastAPI's OpenAPI page examines."""
+
+    added = APIRoute(
+        route.path,
+        described,
+        methods=[method],
+        name=type(route).__name__,
+        summary=route.summary or None,
+        description=route.description,
+        openapi_extra=route.openapi or None,
+        include_in_schema=route.is_public and not route.catches_all and method == route.methods[0],
+        response_model=None,
+    )
+    added.app = endpoint
+    return added
+
+
+class DirectRoutes:
+    """A middleware that passes a request to its endpoint by method and path, and others to the application.
+
+    Starlette's router, FastAPI's dependency stack and their handling of exceptions take 80 us of a request;
+    an endpoint of ours needs none of them.
+    """
+
+    def __init__(self, app: ASGIApp, endpoints: Mapping[tuple[str, str], ASGIApp]) -> None:
+        self._app = app
+        self._endpoints = endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        endpoint = None
+        if scope["type"] == "http":
+            endpoint = self._endpoints.get((scope["method"], scope["path"]))
+        await (endpoint or self._app)(scope, receive, send)

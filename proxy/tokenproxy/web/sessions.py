@@ -16,16 +16,19 @@ from tokenproxy.samples.classes import agents_of, classes_of
 from tokenproxy.samples.samples import samples_of
 from tokenproxy.samples.turn_json import session_fields, traces_of, turn_fields
 from tokenproxy.turn.services import Services
-from tokenproxy.web.base import StoreRoute
+from tokenproxy.viewer.recording import Recording
+from tokenproxy.web.base import SessionRoute, StoreRoute
 from tokenproxy.web.parameters import (
+    check_name,
     next_page,
     number,
     requested_classes,
     requested_layout,
     requested_page,
     requested_shared,
+    session_in_path,
+    unknown_session,
 )
-from tokenproxy.web.session_names import check_name, session_in_path, unknown_session
 
 _DESCRIPTION = ("defaults", "overrides", "metadata")
 _AMBIGUOUS = (
@@ -50,13 +53,13 @@ class Sessions(StoreRoute):
         if request.method == "POST":
             return await _save(request, services)
         limit, before = requested_page(request)
-        sessions = await services.history.store.sessions(limit=limit, tenant=request.tenant, before=before)
+        sessions = await services.store.sessions(limit=limit, tenant=request.tenant, before=before)
         following = next_page(sessions[-1]) if len(sessions) == limit else None
         listed = [_described(session) for session in sessions]
         return json_response({"object": "list", "data": listed, "next": following})
 
 
-class OneSession(StoreRoute):
+class OneSession(SessionRoute):
     """Read a session with the tree of its turns, or delete it."""
 
     path = "/v1/sessions/{session}"
@@ -64,98 +67,88 @@ class OneSession(StoreRoute):
     summary = "A session with the tree of its turns"
 
     async def answer(self, request: Request, services: Services, /) -> Response:
+        """DELETE removes it with its turns; for GET see `show`."""
+        if request.method == "GET":
+            return await super().answer(request, services)
+        name = session_in_path(request)
+        rollout = session_id(request.tenant, name)
+        if not await services.store.delete(rollout):
+            raise unknown_session(name)
+        services.history.recorder.forget(rollout)
+        services.fleet.conversations.end(rollout)
+        return json_response({"id": name, "object": "session", "deleted": True})
+
+    async def show(self, request: Request, services: Services, found: Recording) -> Response:
         """GET: the description, `reward`, `agents`, and `turns` in order; `?ids=true` adds ids."""
-        store, name = services.history.store, session_in_path(request)
-        rollout = _rollout(request, name)
-        if request.method == "DELETE":
-            if not await store.delete(rollout):
-                raise unknown_session(name)
-            services.history.recorder.forget(rollout)
-            services.fleet.conversations.end(rollout)
-            return json_response({"id": name, "object": "session", "deleted": True})
-        session = await _session(request, name, services)
-        rewards = await store.rewards(rollout)
-        with_ids = query_value(request, "ids", "false") == "true"
-        turns = await store.turns(rollout)
+        with_ids, rewards = query_value(request, "ids", "false") == "true", found.rewards
 
-        def show() -> dict[str, Any]:
-            classes = classes_of(turns)
-            shown = [_shown(turn, classes[turn.id], rewards.get(turn.id), with_ids) for turn in turns]
-            return {"agents": agents_of(turns, classes), "turns": shown}
+        def tree() -> dict[str, Any]:
+            classes = classes_of(found.turns)
+            shown = [_shown(turn, classes[turn.id], rewards.get(turn.id), with_ids) for turn in found.turns]
+            return {"agents": agents_of(found.turns, classes), "turns": shown}
 
-        tree = await services.in_thread(show)
-        return json_response({**_described(session), "reward": rewards.get(""), **tree})
+        session = {**_described(found.session), "reward": rewards.get("")}
+        return json_response({**session, **await services.in_thread(tree)})
 
 
-class SessionSamples(StoreRoute):
+class SessionSamples(SessionRoute):
     """Returns the training samples of a session."""
 
     path = "/v1/sessions/{session}/samples"
-    methods = ("GET",)
     summary = "A session's training samples, one for each leaf"
 
-    async def answer(self, request: Request, services: Services, /) -> Response:
+    async def show(self, request: Request, services: Services, found: Recording) -> Response:
         """`?shared=once|each`, `?layout=plain|trl|verl|prime-rl|skyrl`, `?class=`.
 
         `{"id", "samples", "refused"}`.
         """
-        store, name = services.history.store, session_in_path(request)
         shared, layout = requested_shared(request), requested_layout(request)
-        classes = requested_classes(request)
-        session, rollout = await _session(request, name, services), _rollout(request, name)
-        turns, rewards = await store.turns(rollout), await store.rewards(rollout)
+        classes, session = requested_classes(request), found.session
 
         def export() -> Response:
-            result = samples_of(turns, rewards, session=session, shared=shared, wanted=classes)
+            result = samples_of(found.turns, found.rewards, session=session, shared=shared, wanted=classes)
             rows = [layout.row(sample) for sample in result.samples]
-            return json_response({"id": name, "samples": rows, "refused": result.refused})
+            return json_response({"id": session.name, "samples": rows, "refused": result.refused})
 
         return await services.in_thread(export)
 
 
-class SessionTraces(StoreRoute):
+class SessionTraces(SessionRoute):
     """Returns the turns of a session as rLLM's trainers read them."""
 
     path = "/v1/sessions/{session}/traces"
-    methods = ("GET",)
     summary = "A session's turns, each with its whole prompt, for rLLM"
 
-    async def answer(self, request: Request, services: Services, /) -> Response:
+    async def show(self, request: Request, services: Services, found: Recording) -> Response:
         """`?since=&limit=`: a list of rLLM's `TraceRecord`, in the order of the requests."""
-        store, name = services.history.store, session_in_path(request)
         since = number("since", query_value(request, "since", "0"))
         limit = number("limit", query_value(request, "limit", "inf"))
         if limit < 1:
             raise BadRequest("`limit` must be at least 1", param="limit")
-        await _session(request, name, services)
-        turns = await store.turns(_rollout(request, name))
-
-        most = None if math.isinf(limit) else int(limit)
+        most, name = None if math.isinf(limit) else int(limit), found.session.name
         return json_response(
-            await services.in_thread(lambda: traces_of(turns, name, since=since, limit=most))
+            await services.in_thread(lambda: traces_of(found.turns, name, since=since, limit=most))
         )
 
 
-class SessionReward(StoreRoute):
+class SessionReward(SessionRoute):
     """Sets the reward of a session or of its turns."""
 
     path = "/v1/sessions/{session}/reward"
+    methods = ("POST",)
     summary = "Set the reward of a session, or of one of its turns"
 
-    async def answer(self, request: Request, services: Services, /) -> Response:
+    async def show(self, request: Request, services: Services, found: Recording) -> Response:
         """`{"reward": 1.0}` for the session, with `"turn": ID` for a turn, or `{"rewards": {ID: 1.0}}`."""
-        store, name, fields = services.history.store, session_in_path(request), parse(request.body)
-        session = await _session(request, name, services)
-        rollout, rewards = _rollout(request, name), _rewards(fields)
-        turns = {"", *(turn.id for turn in await store.turns(rollout))}
-        if unknown := sorted(rewards.keys() - turns):
+        store, session, rewards = services.store, found.session, _rewards(parse(request.body))
+        if unknown := sorted(rewards.keys() - {"", *(turn.id for turn in found.turns)}):
             raise BadRequest(f"the session has no turn {unknown[0]!r}", param="turn")
-        if not await store.set_rewards(rollout, rewards):
-            raise unknown_session(name)
+        if not await store.set_rewards(session.id, rewards):
+            raise unknown_session(session.name)
         services.history.feed_watch.notify()
         if "" in rewards:
-            services.fleet.conversations.end(rollout)
-        stored: dict[str, Any] = {"id": name, "rewards": await store.rewards(rollout)}
+            services.fleet.conversations.end(session.id)
+        stored: dict[str, Any] = {"id": session.name, "rewards": await store.rewards(session.id)}
         return json_response({**stored, "warning": _AMBIGUOUS} if session.ambiguous else stored)
 
 
@@ -171,31 +164,32 @@ class SessionEnd(StoreRoute):
         `ended` is false if no replica held it. `finished` is false if it has no turns, or is in `/v1/samples`
         already and got no turns since.
         """
-        return await _end(session_in_path(request), request, services)
+        name = self.name(request)
+        rollout = session_id(request.tenant, name)
+        # first: it needs no store
+        ended = services.fleet.conversations.end(rollout)
+        finished = await services.store.finish(rollout, Cause.END)
+        services.history.feed_watch.notify()
+        return json_response({"id": name, "object": "session", "ended": ended, "finished": finished})
+
+    def name(self, request: Request) -> str:
+        """The session that a request names. Raises BadRequest."""
+        return session_in_path(request)
 
 
-class FinishSession(StoreRoute):
+class FinishSession(SessionEnd):
     """Ends a session under the path and parameter of vllm-router."""
 
     path = "/finish_session"
     inside_vllm = False
     summary = "As /v1/sessions/{session}/end, for clients of vllm-router"
 
-    async def answer(self, request: Request, services: Services, /) -> Response:
-        """`?session_id=ID`; returns the same as `/v1/sessions/ID/end`."""
+    def name(self, request: Request) -> str:
+        """The value of `?session_id=`. Raises BadRequest."""
         name = query_value(request, "session_id", "")
         if not name:
             raise BadRequest("`session_id` is required: /finish_session?session_id=ID", param="session_id")
-        return await _end(check_name(name, "session_id"), request, services)
-
-
-async def _end(name: str, request: Request, services: Services) -> Response:
-    rollout = _rollout(request, name)
-    # first: it needs no store
-    ended = services.fleet.conversations.end(rollout)
-    finished = await services.history.store.finish(rollout, Cause.END)
-    services.history.feed_watch.notify()
-    return json_response({"id": name, "object": "session", "ended": ended, "finished": finished})
+        return check_name(name, "session_id")
 
 
 def _rewards(fields: Fields) -> dict[str, float]:
@@ -215,17 +209,13 @@ def _rewards(fields: Fields) -> dict[str, float]:
 
 async def _save(request: Request, services: Services) -> Response:
     """Create a session, or change its description; fields that the request does not hold stay."""
-    store, fields = services.history.store, parse(request.body or b"{}")
+    store, fields = services.store, parse(request.body or b"{}")
     field = "id" if raw_value(fields, "id") is not None else "session_id"  # rLLM's name for it
     name = check_name(read(fields, field, str) or f"session-{new_id()}", field)
-    before, now = await store.session(_rollout(request, name)), time.time()
-    described = _description(fields)
-    if before is None:
-        session = Session(
-            id=_rollout(request, name), tenant=request.tenant, created=now, used=now, **described
-        )
-    else:
-        session = msgspec.structs.replace(before, used=now, **described)
+    rollout, described, now = session_id(request.tenant, name), _description(fields), time.time()
+    before = await store.session(rollout)
+    session = before or Session(id=rollout, tenant=request.tenant, created=now, used=now)
+    session = msgspec.structs.replace(session, used=now, **described)
     size = len(session.defaults) + len(session.overrides) + len(session.metadata)
     if described and size > MAX_DESCRIPTION_BYTES:
         largest = max(described, key=lambda field: len(described[field]))
@@ -253,18 +243,6 @@ def _description(fields: Fields) -> dict[str, Any]:
             raise BadRequest(f"`{field}` cannot set `{refused[0]}`", param=f"{field}.{refused[0]}")
         described[field] = raw_value(fields, field) or b"{}"
     return described
-
-
-def _rollout(request: Request, name: str) -> str:
-    """The id under which the store holds a session of the caller's."""
-    return session_id(request.tenant, name)
-
-
-async def _session(request: Request, name: str, services: Services) -> Session:
-    session = await services.history.store.session(_rollout(request, name))
-    if session is None:
-        raise unknown_session(name)
-    return session
 
 
 def _described(session: Session) -> dict[str, Any]:

@@ -5,16 +5,21 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from tokenproxy.base.http import BytesResponse, Request, Response, json_response
 from tokenproxy.turn.services import Services
 from tokenproxy.web.base import Route
-from tokenproxy.web.scopes import KeyScope
+from tokenproxy.web.keys import KeyScope
 
 
-class Root(Route):
-    """Claude Code and other clients request it when they start, to find out whether the base URL responds."""
+class StatusRoute(Route):
+    """Base of the routes that tell how this process does: without a tenant, and not observed themselves."""
 
-    path = "/"
     methods = ("GET", "HEAD")
     needs_tenant = False
     observed = False
+
+
+class Root(StatusRoute):
+    """Claude Code and other clients request it when they start, to find out whether the base URL responds."""
+
+    path = "/"
     summary = "The base URL responds"
 
     async def answer(self, request: Request, services: Services, /) -> Response:
@@ -22,15 +27,12 @@ class Root(Route):
         return json_response({"status": "ok"})
 
 
-class Health(Route):
+class Health(StatusRoute):
     """Independent of engines: a proxy must not be restarted because its engines restart."""
 
     path = "/health"
-    methods = ("GET", "HEAD")
     inside_vllm = False  # vLLM's own route also checks its engine core
-    needs_tenant = False
     key_scope = None
-    observed = False
     summary = "This process is alive"
 
     async def answer(self, request: Request, services: Services, /) -> Response:
@@ -38,14 +40,11 @@ class Health(Route):
         return json_response({"status": "ok"})
 
 
-class Ready(Route):
+class Ready(StatusRoute):
     """200 when at least one engine takes requests and the proxy is not stopping, else 503."""
 
     path = "/ready"
-    methods = ("GET", "HEAD")
-    needs_tenant = False
     key_scope = None
-    observed = False
     summary = "An engine answers"
 
     async def answer(self, request: Request, services: Services, /) -> Response:
@@ -68,15 +67,12 @@ class Ready(Route):
         return json_response({"ready": ready, **told, **details}, 200 if ready else 503)
 
 
-class MetricsPage(Route):
+class MetricsPage(StatusRoute):
     """The proxy's own metrics; the engines serve theirs themselves."""
 
     path = "/metrics"
-    methods = ("GET", "HEAD")
     inside_vllm = False  # vLLM's own page shows the proxy's metrics
-    needs_tenant = False
     key_scope = KeyScope.READ
-    observed = False
     summary = "Metrics, for Prometheus"
 
     async def answer(self, request: Request, services: Services, /) -> Response:

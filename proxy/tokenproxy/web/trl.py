@@ -14,7 +14,7 @@ from tokenproxy.record.store_time import store_time
 from tokenproxy.turn.serve import serve_turn
 from tokenproxy.turn.services import Services
 from tokenproxy.web.base import Route, parsed
-from tokenproxy.web.session_names import session_fields
+from tokenproxy.web.parameters import session_fields
 
 _AT_ONCE = 256
 """Prompts of one batch that are served at the same time: vLLM's default for `--max-num-seqs`."""
@@ -42,7 +42,7 @@ class TrlBatch(Route):
                 if prompt.is_text:
                     prompt = await _tokenise(prompt, request, services)
                 turn = turn_of(prompt, batch, request, session)
-                with store_time(self.store_seconds or services.store_timeout_s):
+                with store_time(self.store_seconds or services.settings.store_timeout_s):
                     response = await serve_turn(turn, services, answer)
                 if response.status >= 400:
                     raise _Refused(response)

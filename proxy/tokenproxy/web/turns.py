@@ -7,7 +7,7 @@ from tokenproxy.formats.translated import serve_early, translated_error
 from tokenproxy.turn.serve import serve_turn
 from tokenproxy.turn.services import Services
 from tokenproxy.web.base import Route, parsed
-from tokenproxy.web.session_names import session_fields
+from tokenproxy.web.parameters import session_fields
 
 _SILENCE_S = 15.0
 """Seconds of silence after which a stream is kept alive: Claude Code and Codex give up after 300 s."""

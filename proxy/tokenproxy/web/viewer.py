@@ -6,7 +6,6 @@ are served without one, and the page asks for a key if the data needs it.
 
 import asyncio
 import re
-from abc import abstractmethod
 from collections.abc import Sequence
 
 from chat_tokenizer import ChatTokenizer
@@ -14,7 +13,7 @@ from tokenproxy.base.errors import BadRequest, Forbidden, NotFound
 from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response, json_response, query_value
 from tokenproxy.base.types import Headers
 from tokenproxy.record.identity import recorded_with
-from tokenproxy.record.store import Session, session_id
+from tokenproxy.record.store import Session
 from tokenproxy.record.turn import Turn
 from tokenproxy.samples.tree import TurnTree, path_of
 from tokenproxy.turn.services import Services
@@ -24,9 +23,13 @@ from tokenproxy.viewer.recording import Recording
 from tokenproxy.viewer.session_list import list_sessions, rows_of
 from tokenproxy.viewer.tokens import encode_tokens
 from tokenproxy.viewer.tree import session_tree
-from tokenproxy.web.base import Route, StoreRoute
-from tokenproxy.web.parameters import check_parameters, next_page, number, requested_page
-from tokenproxy.web.session_names import session_in_path, unknown_session
+from tokenproxy.web.base import Route, SessionRoute, StoreRoute
+from tokenproxy.web.parameters import (
+    check_parameters,
+    next_page,
+    number,
+    requested_page,
+)
 
 _PAGE_HEADERS: Headers = [
     (
@@ -42,18 +45,23 @@ _DATA_HEADERS: Headers = [(b"x-content-type-options", b"nosniff"), (b"cache-cont
 _JSON_DATA: Headers = [*_DATA_HEADERS, *JSON_HEADERS]
 
 
-class ViewerPage(Route):
-    """Serves the page."""
+class _FileRoute(Route):
+    """Base of the routes that need no key: the page must be able to ask for one."""
 
-    path = "/viewer"
     is_public = False
     methods = ("GET", "HEAD")
     needs_tenant = False
-    key_scope = None  # checked below, because a page must be able to ask for a key
-    summary = "The page that shows recorded rollouts"
+    key_scope = None
 
     def __init__(self) -> None:
         self._files = load_files()
+
+
+class ViewerPage(_FileRoute):
+    """Serves the page."""
+
+    path = "/viewer"
+    summary = "The page that shows recorded rollouts"
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """HTML. 401 without a key where one is needed (the page then asks for it), 403 without `read`."""
@@ -62,14 +70,10 @@ class ViewerPage(Route):
         return _file_response(self._files[PAGE], request, 200 if request.may_read else 401)
 
 
-class ViewerSlash(Route):
+class ViewerSlash(_FileRoute):
     """Redirects to the page: its links are relative, so that it works below any path."""
 
     path = "/viewer/"
-    is_public = False
-    methods = ("GET", "HEAD")
-    needs_tenant = False
-    key_scope = None
     summary = "Redirects to /viewer"
 
     async def answer(self, request: Request, services: Services, /) -> Response:
@@ -77,19 +81,12 @@ class ViewerSlash(Route):
         return BytesResponse(307, [(b"location", b"../viewer")], b"")
 
 
-class ViewerFile(Route):
+class ViewerFile(_FileRoute):
     """Serves the modules and the style sheet of the page."""
 
     path = "/viewer/static/{file}"
-    is_public = False
-    methods = ("GET", "HEAD")
-    needs_tenant = False
-    key_scope = None
     observed = False
     summary = "A static file of the page"
-
-    def __init__(self) -> None:
-        self._files = load_files()
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """One of the package's files; 404 for all other names."""
@@ -110,7 +107,7 @@ class ViewerSessions(StoreRoute):
     async def answer(self, request: Request, services: Services, /) -> Response:
         """`?search=&limit=&before=`. See `tokenproxy.viewer.session_list`."""
         check_parameters(request, ("search", "limit", "before"))
-        store, (limit, before) = services.history.store, requested_page(request)
+        store, (limit, before) = services.store, requested_page(request)
         search = query_value(request, "search", "")
         found, last = await list_sessions(store, request.tenant, search, before, limit)
         following = next_page(last) if last is not None else None
@@ -118,34 +115,18 @@ class ViewerSessions(StoreRoute):
         return json_response(page, headers=_JSON_DATA)
 
 
-class ViewerDataRoute(StoreRoute):
+class ViewerDataRoute(SessionRoute):
     """Base of the routes that read one session. Their format is the page's own, and may change with it."""
 
-    methods = ("GET",)
     is_public = False
     store_seconds = 30.0
     parameters: tuple[str, ...] = ()
     """Names in the query."""
 
     async def answer(self, request: Request, services: Services, /) -> Response:
-        """See the route's summary."""
+        """See `show`."""
         check_parameters(request, self.parameters)
-        store, name = services.history.store, session_in_path(request)
-        rollout = session_id(request.tenant, name)
-        session = await store.session(rollout)
-        if session is None:
-            raise unknown_session(name)
-        turns = await store.turns(rollout) if self.needs_turns(request, session) else []
-        rewards = await store.rewards(rollout)
-        return await self.show(request, services, Recording(session, turns, rewards))
-
-    def needs_turns(self, request: Request, session: Session) -> bool:
-        """Whether the response depends on the turns."""
-        return True
-
-    @abstractmethod
-    async def show(self, request: Request, services: Services, found: Recording) -> Response:
-        """The response for a session."""
+        return await super().answer(request, services)
 
 
 class ViewerSession(ViewerDataRoute):
@@ -169,7 +150,7 @@ class ViewerSession(ViewerDataRoute):
         )
 
     def needs_turns(self, request: Request, session: Session) -> bool:
-        """See `ViewerDataRoute.needs_turns`: an open page asks every two seconds."""
+        """See `SessionRoute.needs_turns`: an open page asks every two seconds."""
         return number("used", query_value(request, "used", "-inf")) != session.used
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("ray", reason="scripts/install-programs ray installs it")
 
 from ray.exceptions import ActorUnavailableError
 
-from tokenproxy.app import serve_engines, serve_metrics
+from tokenproxy.app import serve_app, serve_engines
 from tokenproxy.app.serve_app import Arguments, build
 from tokenproxy.app.serve_engines import ActorEngines, EngineArguments
 
@@ -177,13 +177,13 @@ class _Recorder:
 def test_metrics_are_passed_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     values = _Recorder.values = {}
     for kind in ("Counter", "Gauge"):
-        monkeypatch.setattr(serve_metrics, kind, _Recorder)
+        monkeypatch.setattr(serve_app, kind, _Recorder)
     registry = CollectorRegistry()
     counter = Counter("tokenproxy_turns", "Turns.", ["route"], registry=registry)
     gauge = Gauge("tokenproxy_running", "Requests.", registry=registry)
     histogram = Histogram("tokenproxy_seconds", "Time.", registry=registry, buckets=(1.0,))
     Counter("python_other", "Another.", registry=registry).inc()
-    metrics = serve_metrics.RayMetrics(registry)
+    metrics = serve_app.RayMetrics(registry)
     for _ in range(2):
         counter.labels("chat").inc(2)
         gauge.set(5)

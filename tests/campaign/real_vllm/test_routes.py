@@ -15,7 +15,7 @@ from tests.support.talk import CHAT, user
 from tests.support.utils import run_app
 from tokenproxy.engine.protocol import Engine
 from tokenproxy.settings import Settings
-from tokenproxy.web.scopes import KeyScope, scope_of_engine_route
+from tokenproxy.web.keys import KeyScope, scope_of_engine_route
 
 _CALL: dict[str, Any] = {"tools": [CHAT_TOOL], "tool_choice": "required", "max_tokens": 60}
 _STOP: dict[str, Any] = {"stop": ["a", "e"], "max_tokens": 40}

@@ -134,7 +134,7 @@ async def test_a_stream_may_pause_for_as_long_as_it_is_allowed_and_longer_while_
             writer.write(b"data: 2\n\n")
 
     async with _engine(pause) as engine:
-        engine._held_seconds = now if held else (lambda: 0.0)
+        engine._suspended_seconds = now if held else (lambda: 0.0)
         response = await engine.send(Request("GET", "/"))
         chunks = response.chunks()
         for _ in range(2):

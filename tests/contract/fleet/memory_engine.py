@@ -12,10 +12,9 @@ from tokenproxy.base.errors import ApiError, EngineBroken, EngineUnavailable, Un
 from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response
 from tokenproxy.engine.discovery import Model
 from tokenproxy.engine.protocol import Engine
-from tokenproxy.fleet.choosing import Candidate
+from tokenproxy.fleet.choosing import Candidate, Routing
 from tokenproxy.fleet.fleet import Fleet
 from tokenproxy.fleet.replica import Replica
-from tokenproxy.fleet.routing import Routing
 from tokenproxy.fleet.tokenizers import Tokenizers
 from tokenproxy.monitoring.metrics import Metrics
 
@@ -161,7 +160,7 @@ def _is_probe(request: Request) -> bool:
 
 
 class _NoTokenizers(Tokenizers):
-    async def for_engine(self, engine: Engine, model: Model | None) -> ChatTokenizer:
+    async def find(self, engine: Engine, model: Model | None) -> ChatTokenizer:
         raise Unsupported("no tokenizer here")
 
 

@@ -60,7 +60,7 @@ async def test_a_failure_before_the_first_byte_runs_on_the_next_replica(bad: Ans
 
 @pytest.mark.parametrize(
     "refusal, status",
-    [*((answers(status), status) for status in (400, 404, 429, 501)), (_error_stream("400"), 400)],
+    [*((answers(status), status) for status in (400, 429, 501)), (_error_stream("400"), 400)],
 )
 @stepped
 async def test_a_refusal_is_the_answer(refusal: Answer, status: int) -> None:

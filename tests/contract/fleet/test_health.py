@@ -22,9 +22,9 @@ from tests.contract.fleet.memory_engine import (
 from tests.support.stepped import block, elapse, settled, stepped
 from tokenproxy.base.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, OutOfSockets
 from tokenproxy.base.http import BytesResponse, Request, Response
+from tokenproxy.fleet.choosing import Routing
 from tokenproxy.fleet.fleet import Fleet
 from tokenproxy.fleet.health import BreakerState
-from tokenproxy.fleet.routing import Routing
 from tokenproxy.monitoring.metrics import ReplicaState
 
 

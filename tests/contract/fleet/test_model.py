@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from chat_tokenizer import ChatTokenizer
-from tests.contract.fleet.memory_engine import MemoryEngine, ask, engines, fleet_of, gone, replica_of
+from tests.contract.fleet.memory_engine import MemoryEngine, answers, ask, engines, fleet_of, gone, replica_of
 from tests.support.fake_vision import FakeVision, picture
 from tests.support.fake_vllm import Canned, FakeVllm, Reply, Variant
 from tests.support.stepped import elapse, settled, stepped
@@ -219,7 +219,7 @@ class _LateHub(Tokenizers):
         self.late = tokenizer
         self.mismatch = ""
 
-    async def for_engine(self, engine: Engine, model: Model | None) -> ChatTokenizer:
+    async def find(self, engine: Engine, model: Model | None) -> ChatTokenizer:
         if engine.name == self.mismatch:
             raise Unsupported("renders other ids", code="tokenizer_mismatch")
         if self.tokenizer is None:
@@ -281,3 +281,38 @@ async def test_the_model_stays_while_one_replica_with_it_responds() -> None:
         ]
         assert (await ask(fleet))[0] == 200
         assert [engine.started for engine in all_engines] == [0, 0, 1, 0]
+
+
+@stepped
+async def test_a_wrong_replica_that_responds_first_does_not_decide_the_model() -> None:
+    """Until all replicas of the start were asked, it is the model that most of them have."""
+    wrong, *others = engines(8)
+    async with fleet_of(_named(wrong, "wrong"), *others) as fleet:
+        for number in range(30):
+            assert (await ask(fleet, str(number)))[0] == 200
+        assert wrong.started == 0
+        assert [replica.state for replica in fleet.replicas] == [
+            ReplicaState.DIFFERENT,
+            *[ReplicaState.READY] * 7,
+        ]
+
+
+@stepped
+async def test_a_404_is_no_sign_of_low_load() -> None:
+    """A replica that lacks a model gets no requests for it for a while; one with another model differs."""
+    first, second = engines(2)
+    first.usual = answers(404)
+    async with fleet_of(first, second) as fleet:
+        for _ in range(3):
+            assert (await ask(fleet, model="adapter"))[0] == 200
+        assert (first.started, second.started) == (1, 3)
+        assert (await ask(fleet, model="tiny"))[0] == 200
+        assert first.started == 2
+        second.replies = [answers(404)]
+        await elapse(11.0)
+        assert (await ask(fleet, model="unknown"))[0] == 404
+        assert [replica.state for replica in fleet.replicas] == [ReplicaState.READY] * 2
+        _named(first, "other")
+        assert (await ask(fleet, model="adapter"))[0] == 200
+        await settled()
+        assert [replica.state for replica in fleet.replicas] == [ReplicaState.DIFFERENT, ReplicaState.READY]

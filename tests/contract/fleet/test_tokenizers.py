@@ -28,15 +28,15 @@ def model(tiny_model: TinyModel) -> Model:
 
 async def test_tokenizer_is_loaded_once_for_all_engines(engine: HttpEngine, model: Model) -> None:
     tokenizers = Tokenizers()
-    found = await asyncio.gather(*(tokenizers.for_engine(engine, model) for _ in range(3)))
+    found = await asyncio.gather(*(tokenizers.find(engine, model) for _ in range(3)))
     assert found[0] is found[1] is found[2]
 
 
 async def test_tokenizer_setting_overrides_the_engines_model(engine: HttpEngine, model: Model) -> None:
     for reported in (_MISSING, None):
-        assert (await Tokenizers(model.root).for_engine(engine, reported)).source == model.root
+        assert (await Tokenizers(model.root).find(engine, reported)).source == model.root
     with pytest.raises(Unsupported, match="set `tokenizer`") as caught:
-        await Tokenizers().for_engine(engine, None)
+        await Tokenizers().find(engine, None)
     assert (caught.value.code, caught.value.param) == ("no_tokenizer", "append_messages")
 
 
@@ -44,12 +44,12 @@ async def test_failed_load_is_reported_and_retried(engine: HttpEngine, tmp_path:
     """All waiting replicas get the error; the next request loads again."""
     tokenizers = Tokenizers()
     later = Model("tiny", str(tmp_path / "later"), None)
-    asking = (tokenizers.for_engine(engine, later) for _ in range(3))
+    asking = (tokenizers.find(engine, later) for _ in range(3))
     problems = await asyncio.gather(*asking, return_exceptions=True)
     assert [getattr(problem, "code", problem) for problem in problems] == ["no_tokenizer"] * 3
     assert later.root in str(problems[0])
     await asyncio.to_thread(Path(later.root).symlink_to, model.root)
-    assert (await tokenizers.for_engine(engine, later)).source == later.root
+    assert (await tokenizers.find(engine, later)).source == later.root
 
 
 @pytest.mark.parametrize(
@@ -67,9 +67,9 @@ async def test_other_templates_than_the_engines_are_refused(
     mortal.chat_template = change[1] if change[0] == CHATML else chatml.replace(*change)
     assert mortal.chat_template != chatml
     with pytest.raises(Unsupported, match="renders other ids") as caught:
-        await Tokenizers().for_engine(engine, model)
+        await Tokenizers().find(engine, model)
     assert caught.value.code == "tokenizer_mismatch"
-    await Tokenizers(None, mortal.chat_template).for_engine(engine, model)
+    await Tokenizers(None, mortal.chat_template).find(engine, model)
 
 
 async def test_conversations_that_the_template_refuses_are_skipped(
@@ -79,7 +79,7 @@ async def test_conversations_that_the_template_refuses_are_skipped(
         "{% if messages | length > 1 %}{{ raise_exception('one turn') }}{% endif %}"
         "{{ messages[0].content }}<|im_end|>"
     )
-    await Tokenizers(None, mortal.chat_template).for_engine(engine, model)
+    await Tokenizers(None, mortal.chat_template).find(engine, model)
 
 
 async def test_engine_that_renders_nothing_or_nonsense_is_refused(
@@ -88,11 +88,11 @@ async def test_engine_that_renders_nothing_or_nonsense_is_refused(
     for answer in (Canned(b"", 404), Canned(b'{"tokens": "1"}')):
         mortal.canned["/tokenize"] = answer
         with pytest.raises(Unsupported, match="renders no conversation") as caught:
-            await Tokenizers().for_engine(engine, model)
+            await Tokenizers().find(engine, model)
         assert caught.value.code == "tokenizer_unchecked"
     mortal.canned["/tokenize"] = Canned(b"", 503)
     with pytest.raises(EngineBroken, match="503 for /tokenize; retrying later"):
-        await Tokenizers().for_engine(engine, model)
+        await Tokenizers().find(engine, model)
 
 
 _EITHER = (
@@ -110,10 +110,10 @@ async def test_content_format_is_the_one_that_the_engine_runs_with(
     """The engine, which passes content as text, runs with `--chat-template-content-format string`."""
     mortal.chat_template = _EITHER
     tokenizers = Tokenizers(None, _EITHER)
-    tokenizer = await tokenizers.for_engine(engine, model)
+    tokenizer = await tokenizers.find(engine, model)
     assert tokenizer.content_format == "string"
-    assert await tokenizers.for_engine(engine, model) is tokenizer
+    assert await tokenizers.find(engine, model) is tokenizer
     user = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     assert "user\na\nb<|im_end|>" in tokenizer.decode(tokenizer.append([1], [user]).suffix_ids)
     with pytest.raises(Unsupported, match="renders other ids"):
-        await Tokenizers(None, _EITHER, content_format="openai").for_engine(engine, model)
+        await Tokenizers(None, _EITHER, content_format="openai").find(engine, model)

@@ -254,7 +254,7 @@ async def test_a_call_fails_on_a_replica_that_does_not_answer_it_in_time() -> No
         assert [fleet.weights.serves(replica) for replica in fleet.replicas] == [True, False]
         assert "failed on it" in fleet.report()[1]["problem"]
         await elapse(3.0)
-        assert not fleet.weights.hold.active
+        assert not fleet.weights.suspension.active
         await calls.stop()
 
 

@@ -15,7 +15,7 @@ import pytest
 from tests.support.fake_trained import FakeTrained, Rendezvous, compare_turns, update
 from tests.support.tiny_model import HI, TinyModel
 from tests.support.utils import run_proxy, wait_until
-from tokenproxy.fleet.watch import FleetWatch
+from tokenproxy.fleet.health import FleetWatch
 from tokenproxy.fleet.weight_tags import WeightTag
 
 _BEFORE = 3

@@ -12,7 +12,7 @@ from tests.support.fake_vllm import FakeVllm, Variant
 from tests.support.talk import CHAT, GENERATE, user
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import Pair, run_proxy
-from tokenproxy.app.services import check_settings
+from tokenproxy.app.app import check_settings
 from tokenproxy.settings import SettingsError, load_settings
 from tokenproxy.turn.model_aliases import ModelAlias, ModelAliases, parse_alias
 

@@ -10,8 +10,7 @@ import pytest
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.talk import CHAT, user
 from tests.support.utils import run_proxy, send_and_keep, wait_until
-from tokenproxy.web.auth import OPEN_PATHS
-from tokenproxy.web.gate import HEAD_LIMIT_BYTES
+from tokenproxy.web.gate import HEAD_LIMIT_BYTES, OPEN_PATHS
 
 _PAGE = "https://app.example.com"
 _BODY = {"messages": [user("Hi")]}

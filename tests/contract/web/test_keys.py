@@ -13,9 +13,9 @@ from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy, wait_until
 from tokenproxy.base.error_formats import is_anthropic
 from tokenproxy.cli.key import add_key
-from tokenproxy.web.auth import OPEN_PATHS
+from tokenproxy.web.gate import OPEN_PATHS
+from tokenproxy.web.keys import KeyScope, scope_of_engine_route
 from tokenproxy.web.routes import all_routes
-from tokenproxy.web.scopes import KeyScope, scope_of_engine_route
 
 _BODY: dict[str, Any] = {"messages": [user("Hi")]}
 _BODIES: dict[str, Any] = {
@@ -150,7 +150,7 @@ def test_metrics_may_need_a_key(mortal: FakeVllm, tmp_path: Path) -> None:
 def test_a_new_key_works_without_a_restart_and_a_deleted_one_ends(
     mortal: FakeVllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenproxy.web.key_file.CHECK_S", 0.01)
+    monkeypatch.setattr("tokenproxy.web.keys.CHECK_S", 0.01)
     file = tmp_path / "keys.yaml"
     first = add_key(file, "first", ["read"], None)
     with run_proxy([mortal], reader=first, api_key_file=file, store="memory:") as client:

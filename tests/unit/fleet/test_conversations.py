@@ -1,6 +1,6 @@
 import pytest
 
-from tokenproxy.fleet.conversations import Conversations
+from tokenproxy.fleet.affinity import Conversations
 
 
 class Clock:

@@ -2,8 +2,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from chat_tokenizer import ids
+from tokenproxy.fleet.affinity import PrefixCaches
 from tokenproxy.fleet.fleet import Fleet
-from tokenproxy.fleet.prefix_caches import PrefixCaches
 
 _A: Any = SimpleNamespace(name="a")
 _B: Any = SimpleNamespace(name="b")

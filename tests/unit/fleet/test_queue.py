@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.stepped import elapse, now, settled, stepped
 from tokenproxy.base.errors import ApiError, EngineUnavailable, Overloaded
-from tokenproxy.fleet.queue import FairQueue, Hold
+from tokenproxy.fleet.queue import FairQueue, Suspension
 
 
 class _Places:
@@ -19,8 +19,8 @@ class _Places:
 
     def __init__(self, *, max_waiting: int = 1000, timeout_s: float = 60.0, free: int = 0) -> None:
         self.free = free
-        self.hold = Hold(now)
-        self.queue: FairQueue[bool] = FairQueue(max_waiting, timeout_s, self.give_back, self.hold, now)
+        self.suspension = Suspension(now)
+        self.queue: FairQueue[bool] = FairQueue(max_waiting, timeout_s, self.give_back, self.suspension, now)
         self.tried = 0
         self.served: list[tuple[str, int, int]] = []
         """Tenant, weight and number of each request in the order of service."""
@@ -291,11 +291,11 @@ async def test_a_request_waits_no_longer_than_it_may_and_held_time_does_not_coun
     assert (refused.value.status, refused.value.code) == (429, "queue_timeout")
     assert (b"retry-after", b"2") in refused.value.headers()
     assert places.queue.waiting == 0
-    places.hold.begin()
+    places.suspension.begin()
     held = [places.start() for _ in range(3)]
     await elapse(100.0)
     assert not any(task.done() for task in held), "any number may wait then"
-    places.hold.end()
+    places.suspension.end()
     await elapse(7.9)
     places.release()
     assert await held[0]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tokenproxy.cli.key import add_key
-from tokenproxy.web.key_file import KeyFile, KeyFileError, parse_keys
+from tokenproxy.web.keys import KeyFile, KeyFileError, parse_keys
 
 _ENTRY = f"name: a, id: tp-00000000, sha256: '{'0' * 64}', scopes: [read]"
 

@@ -4,7 +4,7 @@ import pytest
 
 from tokenproxy.base.http import Request
 from tokenproxy.web.credentials import tenant_of_key
-from tokenproxy.web.session_names import session_name
+from tokenproxy.web.parameters import session_name
 
 _UUID = "6bee8b0d-ddd5-4793-b7c0-5bc1349bc7a8"
 _CLAUDE = (b"x-claude-code-session-id", _UUID.encode())

@@ -1,4 +1,7 @@
-"""API keys in a file: several, each with a name and scopes, read again when the file changes.
+"""API keys: their scopes, and the file that holds several, which is read again when it changes.
+
+A route of the engine that is on no list needs the scope `admin`. So a development route that a new version of
+vLLM adds needs `admin` by default.
 
 The file holds SHA-256 digests. A key has 256 random bits, so guessing it is infeasible even with a fast
 digest: a password hash (scrypt, argon2) would cost each request milliseconds without a gain. A key begins
@@ -14,6 +17,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import date
+from enum import StrEnum
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +27,69 @@ import yaml
 
 from tokenproxy.base.errors import UsageError
 from tokenproxy.web.credentials import tenant_of_key
-from tokenproxy.web.scopes import KeyScope
+
+SCOPES_KEY = "tokenproxy.scopes"
+"""Key of the ASGI scope with the scopes of a request's client."""
+
+
+class KeyScope(StrEnum):
+    """The rights of a key. No scope includes another."""
+
+    INFERENCE = "inference"
+    """Turns, tokenising, the engine's inference routes; creating, rewarding and deleting the tenant's
+    sessions."""
+    READ = "read"
+    """Sessions, the viewer's data, samples, the details of `/ready`, metrics."""
+    ADMIN = "admin"
+    """The routes under `/admin/`, and every route of the engine that is on no list here."""
+
+
+EVERY_SCOPE = frozenset(KeyScope)
+WITHOUT_ADMIN = frozenset({KeyScope.INFERENCE, KeyScope.READ})
+
+_INFERENCE = (
+    "/v1/audio",
+    "/v1/chat",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/messages",
+    "/v1/models",
+    "/v1/rerank",
+    "/v1/responses",
+    "/v1/score",
+    "/v1/systemone",
+    "/v2/embed",
+    "/v2/rerank",
+    "/classify",
+    "/cohere/v2/chat",
+    "/detokenize",
+    "/generative_scoring",
+    "/inference/v1/generate",
+    "/invocations",
+    "/pooling",
+    "/rerank",
+    "/score",
+    "/tokenize",
+    "/tokenizer_info",
+)
+"""Routes of vLLM that change nothing in it; the paths below them too."""
+_READ = ("/load", "/ping", "/version")
+
+
+def scope_of_engine_route(path: str) -> KeyScope:
+    """The scope that a request for a route of the engine needs.
+
+    Args:
+        path: the engine's path, percent-decoded once, without the query.
+    """
+    if path == "/" or _is_below(path, _INFERENCE):  # Claude Code sends HEAD / when it starts
+        return KeyScope.INFERENCE
+    return KeyScope.READ if _is_below(path, _READ) else KeyScope.ADMIN
+
+
+def _is_below(path: str, places: tuple[str, ...]) -> bool:
+    return any(path == place or path.startswith(f"{place}/") for place in places)
+
 
 log = logging.getLogger("tokenproxy")
 
