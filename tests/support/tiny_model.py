@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -46,6 +46,8 @@ class TinyModel:
     reference: Any = field(repr=False)
     vocab_size: int = VOCAB_SIZE
     """What config.json says."""
+    renders_requests: ClassVar[bool] = False
+    """Whether it takes messages as a request has them, not as vLLM prepares them for a template."""
 
     @classmethod
     def load(cls, folder: Path) -> "TinyModel":
