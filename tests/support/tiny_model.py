@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -50,7 +50,7 @@ class TinyModel:
     """Whether it takes messages as a request has them, not as vLLM prepares them for a template."""
 
     @classmethod
-    def load(cls, folder: Path) -> "TinyModel":
+    def load(cls, folder: Path) -> Self:
         """One that `make_tiny_model` wrote."""
         size = json.loads((folder / "config.json").read_text())["vocab_size"]
         return cls(folder, AutoTokenizer.from_pretrained(folder), size)

@@ -1,1 +1,1 @@
-"""Models whose prompts vLLM renders with Python of its own: checkpoints, the engine's renderers, stand-ins."""
+"""Models whose prompts vLLM renders with its own Python: checkpoints, its renderers, stand-ins for them."""

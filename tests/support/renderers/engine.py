@@ -7,7 +7,9 @@ from typing import Any
 
 import httpx
 
-from tests.support.renderers.models import FOLDER, RendererModel
+from tests.support.renderers.models import RendererModel
+from tests.support.renderers.pieces import Pieces
+from tests.support.renderers.stand_in import ids_of
 
 Body = dict[str, Any]
 RENDER = "/v1/chat/completions/render"
@@ -24,8 +26,8 @@ class EngineRenderer:
     def __init__(self, model: RendererModel, *flags: str) -> None:
         folder = model.ensure()
         os.environ.update({"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **model.environment})
-        if model.mode == "cohere":
-            sys.path.append(str(FOLDER / "melody"))
+        if model.package:
+            sys.path.insert(0, str(model.modules))
         self._runner = asyncio.Runner()
         self.app = self._runner.run(_build_app(["--model", str(folder), *model.flags, *flags]))
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
@@ -52,6 +54,15 @@ class EngineRenderer:
     def tokenizer(self) -> Any:
         """The engine's tokenizer."""
         return self.app.state.online_renderer.renderer.get_tokenizer()
+
+    def ids_of(self, pieces: Pieces) -> list[int]:
+        """The ids of a layout's rendering."""
+        vocabulary = self.tokenizer.get_vocab()
+        return ids_of(
+            pieces,
+            vocabulary.__getitem__,
+            lambda text: list(self.tokenizer.encode(text, add_special_tokens=False)),
+        )
 
     def text(self, ids: list[int]) -> str:
         """The text of ids, special tokens included."""

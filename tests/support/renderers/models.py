@@ -1,8 +1,8 @@
 """Model folders for each of vLLM's renderers: a real tokenizer from a package, and a config of a tiny model.
 
-There are no weights: `--load-format dummy` makes small random ones, always the same, so that sampled ids are
-odd ones. A folder is written once, into .cache/renderers. Where no package has a model's tokenizer, `stand_in`
-says so: the renderer is the real one, and its markers are added to the vocabulary of gpt-oss.
+There are no weights: `--load-format dummy` makes small random ones, always the same, so that sampled ids
+are odd ones. A folder is written once, into .cache/renderers. Where no package has a model's tokenizer,
+`stand_in` says so: the renderer is the real one, and its markers are added to the vocabulary of gpt-oss.
 """
 
 import base64
@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / ".cache" / "renderers"
 _TOKENIZERS = ROOT / ".cache" / "templates"
 """Where scripts/fetch-templates keeps tokenizers of npm packages."""
-_RECIPE = "1"
+_RECIPE = "2"
 """Increase it when a folder's content changes."""
 _SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -52,11 +52,27 @@ _GPT_OSS: dict[str, Any] = {
     "attention_bias": True,
     "rope_scaling": None,
 }
+_COHERE: dict[str, Any] = {
+    **_SIZES,
+    "architectures": ["Cohere2ForCausalLM"],
+    "model_type": "cohere2",
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.25,
+    "sliding_window": 4096,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 _MELODY = "cohere-melody==0.15.3"
+_MISTRAL_COMMON = "mistral_common==1.12.0"
+"""vLLM 0.32 answers 400 to chat requests of Mistral's tokenizers 11 and later with 1.13 and a tool parser."""
 
 _DEEPSEEK_MARKERS = {128798: "<think>", 128799: "</think>"}
 """Placeholders of DeepSeek V3's tokenizer that later models use."""
-_DEEPSEEK_ADDED = ("｜DSML｜", "<｜System｜>", "<｜latest_reminder｜>", "<｜deepseek_image｜>")
+_DEEPSEEK_ADDED = (
+    "\uff5cDSML\uff5c",
+    "<\uff5cSystem\uff5c>",
+    "<\uff5clatest_reminder\uff5c>",
+    "<\uff5cdeepseek_image\uff5c>",
+)
 _MISTRAL_SPECIAL = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
     *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]"),
@@ -67,11 +83,22 @@ _MISTRAL_SPECIAL = (
 """By rank. mistral-common's own vocabularies end with version 3, and its code knows all versions."""
 _INKLING_MARKERS = (
     *("<|message_user|>", "<|message_model|>", "<|message_system|>", "<|message_tool|>", "<|content_text|>"),
-    *("<|content_image|>", "<|content_model_end_sampling|>", "<|content_thinking|>", "<|content_audio_input|>"),
+    *(
+        "<|content_image|>",
+        "<|content_model_end_sampling|>",
+        "<|content_thinking|>",
+        "<|content_audio_input|>",
+    ),
     *("<|unused_200024|>", "<|content_invoke_tool_json|>", "<|end_message|>", "<|audio_end|>"),
 )
 _COHERE_MARKERS = (
-    *("<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>"),
+    *(
+        "<BOS_TOKEN>",
+        "<|START_OF_TURN_TOKEN|>",
+        "<|END_OF_TURN_TOKEN|>",
+        "<|SYSTEM_TOKEN|>",
+        "<|USER_TOKEN|>",
+    ),
     *("<|CHATBOT_TOKEN|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
     *("<|START_THINKING|>", "<|END_THINKING|>", "<|START_ACTION|>", "<|END_ACTION|>"),
     *("<|START_TOOL_RESULT|>", "<|END_TOOL_RESULT|>"),
@@ -94,7 +121,9 @@ class RendererModel:
     """What ends a turn, as in the model's generation config."""
     parsers: tuple[str, ...] = ()
     """Flags for vLLM: how tool calls and reasoning are parsed."""
-    stand_in: bool = field(default=False)
+    package: str = ""
+    """What this renderer imports and requirements/ does not have, as for pip."""
+    stand_in: bool = False
     """Whether the tokenizer is not the model's own."""
 
     @property
@@ -109,13 +138,16 @@ class RendererModel:
         return ("--tokenizer-mode", self.mode, "--load-format", "dummy", *tools, *self.parsers)
 
     @property
+    def modules(self) -> Path:
+        """Where `package` is installed."""
+        return FOLDER / "packages" / self.package.replace("==", "-")
+
+    @property
     def environment(self) -> dict[str, str]:
         """Variables that vLLM needs to find what this renderer imports or reads."""
-        if self.mode == "cohere":
-            return {"PYTHONPATH": os.pathsep.join([str(FOLDER / "melody"), os.environ.get("PYTHONPATH", "")])}
-        if self.mode == "auto":
-            return {"TIKTOKEN_ENCODINGS_BASE": str(self.folder)}
-        return {}
+        paths = [str(self.modules)] if self.package else []
+        found = {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
+        return found | ({"TIKTOKEN_ENCODINGS_BASE": str(self.folder)} if self.mode == "auto" else {})
 
     def ensure(self) -> Path:
         """Write the folder unless it is there. Skips the test where a package is not to be had."""
@@ -130,8 +162,20 @@ class RendererModel:
             (self.folder / "config.json").write_text(json.dumps(config))
             (self.folder / "generation_config.json").write_text(json.dumps(ends))
             stamp.write_text(_RECIPE)
-        if self.mode == "cohere":
-            _install_melody()
+        if self.package and not (self.modules / "installed").exists():
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--no-deps",
+                "--target",
+                str(self.modules),
+            ]
+            if subprocess.run([*command, self.package], check=False).returncode != 0:
+                pytest.skip(f"{self.package} cannot be installed")
+            (self.modules / "installed").touch()
         return self.folder
 
 
@@ -144,14 +188,6 @@ def _fetched(name: str) -> dict[str, Any]:
             pytest.skip(f"the tokenizer {name} cannot be fetched")
     description: dict[str, Any] = json.loads(path.read_text("utf-8"))
     return description
-
-
-def _install_melody() -> None:
-    folder = FOLDER / "melody"
-    if not (folder / "cohere_melody").exists():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
-        if subprocess.run([*command, _MELODY], check=False).returncode != 0:
-            pytest.skip(f"{_MELODY} cannot be installed")
 
 
 def _save(folder: Path, description: dict[str, Any], **config: Any) -> None:
@@ -206,7 +242,12 @@ def _write_deepseek(folder: Path) -> int:
     first = 1 + max(token["id"] for token in description["added_tokens"])
     for index, content in enumerate(_DEEPSEEK_ADDED, first):
         description["added_tokens"].append(_added(index, content, special=False))
-    _save(folder, description, bos_token="<｜begin▁of▁sentence｜>", eos_token="<｜end▁of▁sentence｜>")
+    _save(
+        folder,
+        description,
+        bos_token="<\uff5cbegin▁of▁sentence\uff5c>",
+        eos_token="<\uff5cend▁of▁sentence\uff5c>",
+    )
     return 129280
 
 
@@ -245,53 +286,61 @@ def _write_marked(markers: tuple[str, ...], eos: str, **config: Any) -> Callable
 
 
 _FIRST_MARKER = 199998
-_MISTRAL_PARSER = ("--tool-call-parser", "mistral")
-_MISTRAL_PARSERS = (*_MISTRAL_PARSER, "--reasoning-parser", "mistral")
+_INKLING_END = "<|content_model_end_sampling|>"
+_COHERE_END = "<|END_OF_TURN_TOKEN|>"
 
 
 def _parsers(name: str, reasoning: str | None = None) -> tuple[str, ...]:
-    return ("--tool-call-parser", name, "--reasoning-parser", reasoning or name)
+    return ("--tool-call-parser", name, *(("--reasoning-parser", reasoning) if reasoning else ()))
 
 
-MODELS = {
-    model.name: model
-    for model in (
-        RendererModel("mistral_v3", "mistral", _MISTRAL, _write_tekken("v3"), 1, 2, _MISTRAL_PARSER),
-        RendererModel(
-            "mistral_v7",
-            "mistral",
-            _MISTRAL,
-            _write_sentencepiece("v7", "mistral_instruct_tokenizer_241114.model.v7"),
-            1,
-            2,
-            _MISTRAL_PARSER,
-        ),
-        RendererModel("mistral_v11", "mistral", _MISTRAL, _write_tekken("v11"), 1, 2, _MISTRAL_PARSER),
-        RendererModel("mistral_v13", "mistral", _MISTRAL, _write_tekken("v13"), 1, 2, _MISTRAL_PARSERS),
-        RendererModel("deepseek_v32", "deepseek_v32", _LLAMA, _write_deepseek, 0, 1, _parsers("deepseek_v32", "deepseek_v3")),
-        RendererModel("deepseek_v4", "deepseek_v4", _LLAMA, _write_deepseek, 0, 1, _parsers("deepseek_v4")),
-        RendererModel("deepseek_v41", "deepseek_v41", _LLAMA, _write_deepseek, 0, 1, _parsers("deepseek_v41")),
-        RendererModel("harmony", "auto", _GPT_OSS, _write_harmony, 199998, (200002, 199999, 200012), _parsers("openai", "openai_gptoss")),
-        RendererModel(
-            "inkling",
-            "inkling",
-            _LLAMA,
-            _write_marked(_INKLING_MARKERS, "<|content_model_end_sampling|>"),
-            _FIRST_MARKER,
-            _FIRST_MARKER + _INKLING_MARKERS.index("<|content_model_end_sampling|>"),
-            _parsers("inkling"),
-            stand_in=True,
-        ),
-        RendererModel(
-            "cohere",
-            "cohere",
-            _LLAMA,
-            _write_marked(_COHERE_MARKERS, "<|END_OF_TURN_TOKEN|>", bos_token="<BOS_TOKEN>"),
-            _FIRST_MARKER,
-            _FIRST_MARKER + _COHERE_MARKERS.index("<|END_OF_TURN_TOKEN|>"),
-            _parsers("cohere_command4"),
-            stand_in=True,
-        ),
-    )
-}
+def _mistral(version: str, write: Callable[[Path], int], reasoning: str | None = None) -> RendererModel:
+    parsers = _parsers("mistral", reasoning)
+    return RendererModel(f"mistral_{version}", "mistral", _MISTRAL, write, 1, 2, parsers, _MISTRAL_COMMON)
+
+
+def _deepseek(name: str, reasoning: str) -> RendererModel:
+    return RendererModel(name, name, _LLAMA, _write_deepseek, 0, 1, _parsers(name, reasoning))
+
+
+_FOUND = (
+    _mistral("v3", _write_tekken("v3")),
+    _mistral("v7", _write_sentencepiece("v7", "mistral_instruct_tokenizer_241114.model.v7")),
+    _mistral("v11", _write_tekken("v11")),
+    _mistral("v13", _write_tekken("v13"), "mistral"),
+    _deepseek("deepseek_v32", "deepseek_v3"),
+    _deepseek("deepseek_v4", "deepseek_v4"),
+    _deepseek("deepseek_v41", "deepseek_v41"),
+    RendererModel(
+        "harmony",
+        "auto",
+        _GPT_OSS,
+        _write_harmony,
+        199998,
+        (200002, 199999, 200012),
+        _parsers("openai", "openai_gptoss"),
+    ),
+    RendererModel(
+        "inkling",
+        "inkling",
+        _LLAMA,
+        _write_marked(_INKLING_MARKERS, _INKLING_END),
+        _FIRST_MARKER,
+        _FIRST_MARKER + _INKLING_MARKERS.index(_INKLING_END),
+        _parsers("inkling", "inkling"),
+        stand_in=True,
+    ),
+    RendererModel(
+        "cohere",
+        "cohere",
+        _COHERE,
+        _write_marked(_COHERE_MARKERS, _COHERE_END, bos_token="<BOS_TOKEN>"),
+        _FIRST_MARKER,
+        _FIRST_MARKER + _COHERE_MARKERS.index(_COHERE_END),
+        _parsers("cohere_command4", "cohere_command4"),
+        _MELODY,
+        stand_in=True,
+    ),
+)
+MODELS = {model.name: model for model in _FOUND}
 """By name."""

@@ -1,16 +1,17 @@
-"""Tiny models that a fake engine renders by one of the layouts, as vLLM does for models without a template."""
+"""Tiny models that a fake engine renders by a layout, as vLLM does for models without a template."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tokenizers import AddedToken
 
-from tests.support.renderers.layouts import LAYOUTS, Marker, Message, Pieces
+from tests.support.renderers.layouts import LAYOUTS
+from tests.support.renderers.pieces import CUT, Marker, Message, Pieces
 from tests.support.tiny_model import END, TinyModel, make_tiny_model
 
-_ENDS = ("</s>", "<｜end▁of▁sentence｜>", "<|content_model_end_sampling|>")
+_ENDS = ("</s>", "<\uff5cend▁of▁sentence\uff5c>", "<|content_model_end_sampling|>")
 """What ends a turn in each layout; the tiny vocabulary has one such token."""
 _MARKERS = {
     "mistral": (
@@ -19,7 +20,14 @@ _MARKERS = {
         *("[/TOOL_RESULTS]", "[THINK]", "[/THINK]"),
     ),
     "deepseek": (
-        *("<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "｜DSML｜", "<think>", "</think>"),
+        *(
+            "<\uff5cbegin▁of▁sentence\uff5c>",
+            "<\uff5cUser\uff5c>",
+            "<\uff5cAssistant\uff5c>",
+            "\uff5cDSML\uff5c",
+            "<think>",
+            "</think>",
+        ),
     ),
     "harmony": ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"),
     "inkling": (
@@ -35,7 +43,7 @@ def ids_of(pieces: Pieces, marker: Callable[[str], int], encode: Callable[[str],
     """The ids of a rendering: texts that stand next to each other are encoded as one."""
     ids: list[int] = []
     text = ""
-    for piece in [*pieces, Marker("")]:
+    for piece in [*pieces, CUT]:
         if not isinstance(piece, Marker):
             text += piece
             continue
@@ -52,7 +60,7 @@ class StandIn(TinyModel):
     layout_name: str = ""
 
     @classmethod
-    def make(cls, folder: Path, name: str) -> "StandIn":
+    def make(cls, folder: Path, name: str) -> Self:
         """One with a layout of `LAYOUTS`, written to a folder."""
         tiny = make_tiny_model(folder)
         tiny.reference.chat_template = None
