@@ -162,10 +162,11 @@ class FakeVllm(FakeServer):
         kwargs = dict(body.get("chat_template_kwargs") or {})
         if (effort := body.get("reasoning_effort")) is not None:
             kwargs = {"enable_thinking": effort != "none", **kwargs, "reasoning_effort": effort}
+        messages = body["messages"] if self.model.renders_requests else as_rendered(body["messages"])
         with self._rendering:
             try:
                 return (self.model.encode(json.dumps(rendered)) if rendered else []) + self.model.render(
-                    as_rendered(body["messages"]),
+                    messages,
                     **{
                         **kwargs,
                         "add_generation_prompt": body.get("add_generation_prompt", True),

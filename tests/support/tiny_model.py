@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -46,9 +46,11 @@ class TinyModel:
     reference: Any = field(repr=False)
     vocab_size: int = VOCAB_SIZE
     """What config.json says."""
+    renders_requests: ClassVar[bool] = False
+    """Whether it takes messages as a request has them, not as vLLM prepares them for a template."""
 
     @classmethod
-    def load(cls, folder: Path) -> "TinyModel":
+    def load(cls, folder: Path) -> Self:
         """One that `make_tiny_model` wrote."""
         size = json.loads((folder / "config.json").read_text())["vocab_size"]
         return cls(folder, AutoTokenizer.from_pretrained(folder), size)
