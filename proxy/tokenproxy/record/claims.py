@@ -7,6 +7,7 @@ rollout is no longer pinned.
 import asyncio
 import time
 from collections import Counter
+from contextlib import suppress
 
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.store import Store, StoreError
@@ -62,8 +63,11 @@ class Claims:
             if not held[rollout]:
                 del held[rollout]
         for claiming in self._claims:
+            with suppress(StoreError):  # `take` raised it
+                await claiming
+            turn = None if claiming.exception() else claiming.result()
             try:
-                if (turn := await claiming) is not None and turn not in self._kept:
+                if turn is not None and turn not in self._kept:
                     await self._pins.store.release(turn)
             except StoreError as error:
                 error.report(self._pins.metrics, "a turn that was claimed in vain may stay claimed")
