@@ -54,23 +54,7 @@ _BATCH = 64
 """Records that are tried at once, each of another rollout."""
 _PROBE = bytes(16)
 """A key under which nothing is."""
-_READS = frozenset(
-    [
-        "find",
-        "path",
-        "turns",
-        "newest",
-        "session",
-        "sessions",
-        "rewards",
-        "finished",
-        "feed_state",
-        "get",
-        "usage",
-    ]
-)
-_OF_COMPLETE = frozenset({"save_session", "delete", "set_rewards", "finish"})
-"""Calls that change a rollout as a whole: refused while turns of it wait."""
+_READS = frozenset(["find", "path", "turns", "newest", "session", "sessions", "feed", "get"])
 
 
 class StoreHealth(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,10 +131,8 @@ class GuardedStore:
         method = getattr(self._store, name)
 
         async def call(*args: Any, **named: Any) -> Any:
-            if self._waiting and name in _OF_COMPLETE:
-                rollout = args[0].id if name == "save_session" else args[0]
-                if self._waits(rollout):
-                    raise StoreStalled("turns of this session are still to be recorded: try again soon")
+            if name in ("delete", "finish"):
+                self._check_complete(args[0])
             return await self._call(name, lambda: method(*args, **named))
 
         return call
@@ -212,14 +194,20 @@ class GuardedStore:
             log.error("the store did not close within %g s", self._guard.close_s)
 
     async def add(
-        self, session: Session, turns: Sequence[Turn], entries: Sequence[Sequence[IndexEntry]]
+        self,
+        session: Session,
+        turns: Sequence[Turn] = (),
+        entries: Sequence[Sequence[IndexEntry]] = (),
     ) -> Evicted:
-        """See `Store.add`. What the store does not take in time is recorded later.
+        """See `Store.add`. Turns that the store does not take in time are recorded later.
 
         Raises:
             RecordRefused: it cannot be recorded.
             StoreError: too much waits already.
         """
+        if not turns:
+            self._check_complete(session.id)
+            return await self._call("add", lambda: self._store.add(session))
         error = self._error or StoreError("turns before it wait")
         # the order matters within a rollout: a turn waits for those before it
         if not self._skips("write") and not self._waits(session.id):
@@ -365,6 +353,11 @@ class GuardedStore:
             if rollout in (None, record.session.id)
             for turn in record.turns
         }
+
+    def _check_complete(self, rollout: str) -> None:
+        """Refuse to change a rollout as a whole while turns of it wait."""
+        if self._waits(rollout):
+            raise StoreStalled("turns of this session are still to be recorded: try again soon")
 
     def _waits(self, rollout: str) -> bool:
         """Whether turns of a rollout wait to be recorded."""

@@ -12,7 +12,7 @@ import sqlite3
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -44,8 +44,6 @@ class _Job:
     work: Work[Any]
     future: "asyncio.Future[Any]"
     size: int
-    after: Callable[[Any], None] | None
-    failed: Callable[[], None] | None
     deadline: float = field(default_factory=lambda: time.monotonic() + sqlite_file.BUSY_S)
     """Until when it waits for the lock."""
 
@@ -68,14 +66,8 @@ class MemoryDatabase:
     async def aclose(self) -> None:
         """Nothing: the data stay as long as this object."""
 
-    async def write(
-        self,
-        work: Work[T],
-        size: int = 0,
-        after: Callable[[T], None] | None = None,
-        failed: Callable[[], None] | None = None,
-    ) -> T:
-        """The result of `work`, run in a transaction. It has no files, which `after` and `failed` are for."""
+    async def write(self, work: Work[T], size: int = 0) -> T:
+        """The result of `work`, run in a transaction."""
         with explained("memory:"), transaction(self._connection, 0.0):
             return work(self._connection)
 
@@ -133,24 +125,16 @@ class Database:
         if file is not None:
             await asyncio.to_thread(file.close)
 
-    async def write(
-        self,
-        work: Work[T],
-        size: int = 0,
-        after: Callable[[T], None] | None = None,
-        failed: Callable[[], None] | None = None,
-    ) -> T:
+    async def write(self, work: Work[T], size: int = 0) -> T:
         """Run `work` in a transaction that it may share with other writes; returns after the commit.
 
         Args:
             size: bytes that it writes, where they are many.
-            after: runs in the writer's thread after the commit, with the result; also if the caller has left.
-            failed: runs there after `work` was rolled back for good.
         """
         if self._writer is None:
             raise StoreError(f"{self._path} is not open")
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._jobs.put(_Job(work, future, size, after, failed))
+        self._jobs.put(_Job(work, future, size))
         return await future
 
     async def read(self, work: Work[T]) -> T:
@@ -216,17 +200,11 @@ class Database:
                 results = _run(connection, group)
         except Exception as error:  # noqa: BLE001 - the boundary of the thread: the futures get it
             if len(group) == 1 or isinstance(error.__cause__, sqlite3.OperationalError):
-                for job in group:
-                    if job.failed is not None:
-                        job.failed()
                 _settle([(job.future, None, error) for job in group])
             else:
                 for job in group:
                     self._commit(file, connection, [job])
         else:
-            for job, result in zip(group, results, strict=True):
-                if job.after is not None:
-                    job.after(result)
             _settle([(job.future, result, None) for job, result in zip(group, results, strict=True)])
 
 

@@ -74,7 +74,7 @@ class OneSession(StoreRoute):
             services.fleet.conversations.end(rollout)
             return json_response({"id": name, "object": "session", "deleted": True})
         session = await _session(request, name, services)
-        rewards = await store.rewards(rollout)
+        rewards = session.rewards
         with_ids = query_value(request, "ids", "false") == "true"
         turns = await store.turns(rollout)
 
@@ -103,7 +103,7 @@ class SessionSamples(StoreRoute):
         shared, layout = requested_shared(request), requested_layout(request)
         classes = requested_classes(request)
         session, rollout = await _session(request, name, services), _rollout(request, name)
-        turns, rewards = await store.turns(rollout), await store.rewards(rollout)
+        turns, rewards = await store.turns(rollout), session.rewards
 
         def export() -> Response:
             result = samples_of(turns, rewards, session=session, shared=shared, wanted=classes)
@@ -145,17 +145,17 @@ class SessionReward(StoreRoute):
     async def answer(self, request: Request, services: Services, /) -> Response:
         """`{"reward": 1.0}` for the session, with `"turn": ID` for a turn, or `{"rewards": {ID: 1.0}}`."""
         store, name, fields = services.history.store, session_in_path(request), parse(request.body)
-        session = await _session(request, name, services)
+        await _session(request, name, services)
         rollout, rewards = _rollout(request, name), _rewards(fields)
         turns = {"", *(turn.id for turn in await store.turns(rollout))}
         if unknown := sorted(rewards.keys() - turns):
             raise BadRequest(f"the session has no turn {unknown[0]!r}", param="turn")
-        if not await store.set_rewards(rollout, rewards):
-            raise unknown_session(name)
+        await store.finish(rollout, Cause.REWARD, rewards)
+        session = await _session(request, name, services)
         services.history.feed_watch.notify()
         if "" in rewards:
             services.fleet.conversations.end(rollout)
-        stored: dict[str, Any] = {"id": name, "rewards": await store.rewards(rollout)}
+        stored: dict[str, Any] = {"id": name, "rewards": session.rewards}
         return json_response({**stored, "warning": _AMBIGUOUS} if session.ambiguous else stored)
 
 
@@ -221,11 +221,9 @@ async def _save(request: Request, services: Services) -> Response:
     before, now = await store.session(_rollout(request, name)), time.time()
     described = _description(fields)
     if before is None:
-        session = Session(
-            id=_rollout(request, name), tenant=request.tenant, created=now, used=now, **described
-        )
+        session = Session(id=_rollout(request, name), tenant=request.tenant, created=now, **described)
     else:
-        session = msgspec.structs.replace(before, used=now, **described)
+        session = msgspec.structs.replace(before, **described)
     size = len(session.defaults) + len(session.overrides) + len(session.metadata)
     if described and size > MAX_DESCRIPTION_BYTES:
         largest = max(described, key=lambda field: len(described[field]))
@@ -234,9 +232,7 @@ async def _save(request: Request, services: Services) -> Response:
             f"{MAX_DESCRIPTION_BYTES} bytes, these take {size}",
             param=largest,
         )
-    await store.save_session(session)
-    # the most recently used one, even if the clock was set back
-    await store.pin(session.id, 0.0)
+    await store.add(session)
     saved = await store.session(session.id)
     return json_response(_described(saved or session), 201 if before is None else 200)
 

@@ -21,7 +21,7 @@ from tokenproxy.turn.services import Services
 from tokenproxy.viewer.drift import Basis, drift_lane
 from tokenproxy.viewer.page import PAGE, StaticFile, load_files
 from tokenproxy.viewer.recording import Recording
-from tokenproxy.viewer.session_list import list_sessions, rows_of
+from tokenproxy.viewer.session_list import describe, list_sessions
 from tokenproxy.viewer.tokens import encode_tokens
 from tokenproxy.viewer.tree import session_tree
 from tokenproxy.web.base import Route, StoreRoute
@@ -114,7 +114,8 @@ class ViewerSessions(StoreRoute):
         search = query_value(request, "search", "")
         found, last = await list_sessions(store, request.tenant, search, before, limit)
         following = next_page(last) if last is not None else None
-        page = {"object": "list", "data": await rows_of(store, found), "next": following}
+        rows = [describe(session, session.rewards.get("")) for session in found]
+        page = {"object": "list", "data": rows, "next": following}
         return json_response(page, headers=_JSON_DATA)
 
 
@@ -136,8 +137,7 @@ class ViewerDataRoute(StoreRoute):
         if session is None:
             raise unknown_session(name)
         turns = await store.turns(rollout) if self.needs_turns(request, session) else []
-        rewards = await store.rewards(rollout)
-        return await self.show(request, services, Recording(session, turns, rewards))
+        return await self.show(request, services, Recording(session, turns, session.rewards))
 
     def needs_turns(self, request: Request, session: Session) -> bool:
         """Whether the response depends on the turns."""
