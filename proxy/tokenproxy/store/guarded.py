@@ -40,7 +40,7 @@ from tokenproxy.record.store import (
 )
 from tokenproxy.record.store_time import BACKGROUND_S, spending, within
 from tokenproxy.record.turn import Turn
-from tokenproxy.store.packed import complete_path, fill_prompts, missing_holders, turn_size
+from tokenproxy.store.packed import complete_path, fill_prompts, missing_holders
 
 log = logging.getLogger("tokenproxy")
 
@@ -223,7 +223,7 @@ class GuardedStore:
             except Exception:  # counted here, and raised again for the caller
                 self._count_lost(turns, "refused")
                 raise
-        queued, size = len(self._turns()), sum(map(turn_size, turns)) + 64 * sum(map(len, entries))
+        queued, size = len(self._turns()), len(msgspec.msgpack.encode(turns)) + 64 * sum(map(len, entries))
         held = sum(record.size for record in self._waiting.values())
         if queued + len(turns) > self._guard.most_turns or held + size > self._guard.most_bytes:
             self._count_lost(turns, "queue_full")
