@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from tokenproxy.record.store import (
     Before,
@@ -169,7 +170,8 @@ class SqliteStore:
     async def feed(self, after: int, *, limit: int, tenant: str | None = None) -> FeedPage:
         """See `Store.feed`."""
         of_tenant = "" if tenant is None else "tenant = :tenant AND "
-        where, values = f"{of_tenant}position > :after", {"tenant": tenant, "after": after, "limit": limit}
+        where = f"{of_tenant}position > :after"
+        values: dict[str, Any] = {"tenant": tenant, "after": after, "limit": limit}
 
         def work(connection: sqlite3.Connection) -> FeedPage:
             end = connection.execute("SELECT last FROM totals").fetchone()[0]

@@ -112,7 +112,7 @@ async def test_a_tenant_reads_its_own_rollouts(store: Store) -> None:
     assert await _read(store, tenant="t") == [("t/a", 1), ("t/b", 1)]
     assert await _read(store, tenant="u") == [("u/a", 1)]
     assert await _read(store, tenant="") == [("a", 1)]
-    first = ((await store.feed(0, limit=1, tenant="t")).sessions)[0].position
+    first = (await store.feed(0, limit=1, tenant="t")).sessions[0].position
     assert await _read(store, first, tenant="t") == [("t/b", 1)]
 
 
@@ -167,10 +167,10 @@ async def test_evicted_rollouts_that_nobody_read_are_counted(
         monkeypatch.setattr(time, "time", lambda: now - 2000.0)
         await _add(store, "read", "new", "open", "t/new")
         await _finish(store, "read", "new", "t/new")
+        monkeypatch.undo()
         [read, *_] = (await store.feed(0, limit=9)).sessions
         await consumers.acknowledge(store, "", "fast", (await store.feed(2**62, limit=0)).end)
         await consumers.acknowledge(store, "", "slow", read.position)
-        monkeypatch.undo()
         evicted = await store.evict()
         assert evicted == Evicted(4, 4, evicted.size, 1)
         assert await _read(store) == []
