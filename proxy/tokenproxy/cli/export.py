@@ -94,6 +94,11 @@ async def _export(store: Store, rows: Rows, options: argparse.Namespace) -> Repo
         # In a log file every refresh is a new line: refresh rarely.
         every = 0.2 if sys.stderr.isatty() else 10.0
         with tqdm(unit=" rollouts", desc="export", delay=_QUIET_S, mininterval=every, file=sys.stderr) as bar:
+
+            def start(total: int) -> None:
+                # not `reset`, which shows the bar at once
+                bar.total = total
+
             return await export(
                 store,
                 rows,
@@ -101,7 +106,7 @@ async def _export(store: Store, rows: Rows, options: argparse.Namespace) -> Repo
                 only=options.session,
                 shared=options.shared,
                 wanted=frozenset(options.classes),
-                on_start=bar.reset,
+                on_start=start,
                 on_rollout=bar.update,
             )
     finally:
