@@ -197,7 +197,7 @@ async def test_services_are_closed_at_shutdown(
     while asyncio.all_tasks() != tasks:  # noqa: ASYNC110 - a thread ends its task last
         await asyncio.sleep(0.001)
     with pytest.raises(StoreError):
-        await services.history.store.usage()
+        await services.history.store.sessions(limit=1)
     with pytest.raises(EngineUnavailable, match="stopping"):
         server.plugin._services_or_unavailable({})
     await server.plugin.aclose()  # a second time does nothing

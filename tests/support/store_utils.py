@@ -4,7 +4,7 @@ import hashlib
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenproxy.record.store import Evicted, IndexEntry, Limits, Session, Store
 from tokenproxy.record.turn import Turn, new_id, pack_ids
@@ -26,9 +26,8 @@ def make_turn(rollout: str = "r", **fields: Any) -> Turn:
 
 
 def make_session(rollout: str = "r", **fields: Any) -> Session:
-    """A session that is used now; `fields` are those that matter to a test."""
-    now = time.time()
-    return Session(id=rollout, **{"created": now, "used": now, **fields})
+    """A session that is created now; `fields` are those that matter to a test."""
+    return Session(id=rollout, **{"created": time.time(), **fields})
 
 
 def digest_of(name: str) -> bytes:
@@ -44,6 +43,20 @@ def entry(key: str, ids: str = "") -> IndexEntry:
 async def add(store: Store, turn: Turn, *entries: IndexEntry) -> Evicted:
     """Add one turn, with a session if it has none: one that no client named."""
     return await store.add(make_session(turn.rollout, explicit=False), [turn], [entries])
+
+
+class Usage(NamedTuple):
+    """What a store holds."""
+
+    rollouts: int
+    turns: int
+    size: int
+
+
+async def usage(store: Store) -> Usage:
+    """The sums over all sessions."""
+    sessions = await store.sessions(limit=100_000)
+    return Usage(len(sessions), sum(each.turns for each in sessions), sum(each.size for each in sessions))
 
 
 @asynccontextmanager

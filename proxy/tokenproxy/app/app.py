@@ -34,7 +34,6 @@ from tokenproxy.settings import Settings, SettingsError
 from tokenproxy.settings.groups import proof_folder
 from tokenproxy.store.fleet_words import StoredWords
 from tokenproxy.store.guarded import GuardedStore
-from tokenproxy.store.monitored import timed_store
 from tokenproxy.store.urls import make_store
 from tokenproxy.turn.model_aliases import ModelAliases, parse_alias
 from tokenproxy.turn.running import RunningRequests
@@ -53,7 +52,7 @@ def make_services(
     encoders = EncoderPool()
     limits = Limits(max_bytes=settings.store_max_bytes, max_age_s=settings.store_max_age_s)
     auditor = Auditor(metrics, proof_folder())
-    store = timed_store(make_store(settings.store, limits), metrics)
+    store = make_store(settings.store, limits)
     guarded = GuardedStore(store, metrics, required=settings.store_required)
     fetch = ImageFetcher(settings.image_hosts).fetch if settings.image_hosts else None
     images = ImageLoader(encoders, fetch=fetch)

@@ -91,12 +91,14 @@ def _output(out: str, *, append: bool) -> Iterator[BinaryIO]:
 async def _export(store: Store, rows: Rows, options: argparse.Namespace) -> Report:
     await store.open()
     try:
-        total = len(set(options.session)) or (await store.usage()).rollouts
         # In a log file every refresh is a new line: refresh rarely.
         every = 0.2 if sys.stderr.isatty() else 10.0
-        with tqdm(
-            total=total, unit=" rollouts", desc="export", delay=_QUIET_S, mininterval=every, file=sys.stderr
-        ) as bar:
+        with tqdm(unit=" rollouts", desc="export", delay=_QUIET_S, mininterval=every, file=sys.stderr) as bar:
+
+            def start(total: int) -> None:
+                # not `reset`, which shows the bar at once
+                bar.total = total
+
             return await export(
                 store,
                 rows,
@@ -104,6 +106,7 @@ async def _export(store: Store, rows: Rows, options: argparse.Namespace) -> Repo
                 only=options.session,
                 shared=options.shared,
                 wanted=frozenset(options.classes),
+                on_start=start,
                 on_rollout=bar.update,
             )
     finally:

@@ -100,9 +100,7 @@ async def _read_store(store: Store, names: Sequence[str]) -> list[Recording]:
         for rollout in await chosen_rollouts(store, names):
             session = await store.session(rollout)
             if session is not None:
-                recordings.append(
-                    Recording(session, await store.turns(rollout), await store.rewards(rollout))
-                )
+                recordings.append(Recording(session, await store.turns(rollout), session.rewards))
         return recordings
     finally:
         await store.aclose()

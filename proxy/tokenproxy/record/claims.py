@@ -7,6 +7,7 @@ rollout is no longer pinned.
 import asyncio
 import time
 from collections import Counter
+from contextlib import suppress
 
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.store import Store, StoreError
@@ -24,11 +25,20 @@ class Pins:
         self.metrics = metrics
         self.held: Counter[str] = Counter()
         """Number of running requests by rollout."""
+        self._pinned: dict[str, float] = {}
+        """When rollouts were pinned, of those pinned lately. Time of `time.monotonic`."""
 
     async def pin(self, rollout: str, failure: str) -> bool:
-        """Mark a rollout as used, and keep it for the next `LEASE_S` seconds; False if the store fails."""
+        """Mark a rollout as used, and keep it for some time; False if the store fails.
+
+        A rollout pinned less than `_RENEW_S` ago is not pinned again: the pin outlives the next renewal.
+        """
+        now = time.monotonic()
+        if self._pinned.get(rollout, -LEASE_S) > now - _RENEW_S:
+            return True
         try:
-            await self.store.pin(rollout, time.time() + LEASE_S)
+            if await self.store.pin(rollout, time.time() + LEASE_S):
+                self._pinned[rollout] = now
         except StoreError as error:
             error.report(self.metrics, failure)
             return False
@@ -38,6 +48,8 @@ class Pins:
         """Renew the pins of rollouts in use, until cancelled."""
         while True:
             await asyncio.sleep(_RENEW_S)
+            recent = time.monotonic() - _RENEW_S
+            self._pinned = {rollout: at for rollout, at in self._pinned.items() if at > recent}
             for rollout in list(self.held):
                 if not await self.pin(rollout, "a rollout in use could not be pinned"):
                     break
@@ -62,8 +74,11 @@ class Claims:
             if not held[rollout]:
                 del held[rollout]
         for claiming in self._claims:
+            with suppress(StoreError):  # `take` raised it
+                await claiming
+            turn = None if claiming.exception() else claiming.result()
             try:
-                if (turn := await claiming) is not None and turn not in self._kept:
+                if turn is not None and turn not in self._kept:
                     await self._pins.store.release(turn)
             except StoreError as error:
                 error.report(self._pins.metrics, "a turn that was claimed in vain may stay claimed")

@@ -58,7 +58,7 @@ async def acknowledge(store: Store, tenant: str, consumer: str, position: int) -
     Raises:
         StoreError: the store does not respond.
     """
-    name, end = f"{tenant}/{consumer}", (await store.feed_state()).end
+    name, end = f"{tenant}/{consumer}", (await store.feed(2**62, limit=0)).end
     while True:
         value = (await store.get(CONSUMERS, [name])).get(name)
         before = _decode(value).position if value is not None else 0
@@ -80,8 +80,9 @@ async def consumers(store: Store, tenant: str | None = None) -> list[Consumer]:
         owner, _, consumer = name.rpartition("/")
         if tenant in (None, owner):
             position = _decode(value).position
-            state = await store.feed_state(owner, position)
-            found.append(Consumer(owner, consumer, position, state.waiting, state.oldest))
+            page = await store.feed(position, limit=1, tenant=owner)
+            oldest = page.sessions[0].position if page.sessions else 0
+            found.append(Consumer(owner, consumer, position, page.waiting, oldest))
     return sorted(found)
 
 

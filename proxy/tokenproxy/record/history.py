@@ -10,8 +10,7 @@ from tokenproxy.record.cache import TurnCache
 from tokenproxy.record.claims import Claims, Pins
 from tokenproxy.record.echo import Echoes
 from tokenproxy.record.encoders import EncoderPool
-from tokenproxy.record.feed_tasks import finish_idle_forever, report_consumers_forever
-from tokenproxy.record.feed_watch import FeedWatch
+from tokenproxy.record.feed import FeedWatch, finish_idle_forever, report_consumers_forever
 from tokenproxy.record.images import ImageLoader
 from tokenproxy.record.match import Matcher
 from tokenproxy.record.placing import Placer

@@ -142,7 +142,7 @@ class Placer:
         match: Match,
     ) -> Placement:
         """Choose a request's rollout: its session, else that of the turn it continues, else a new one."""
-        now, turn = time.time(), match.turn
+        turn = match.turn
         explicit = new = False
         if request.session is not None:
             rollout, explicit = session_id(request.tenant, request.session.name), request.session.explicit
@@ -157,8 +157,7 @@ class Placer:
                 tenant=request.tenant,
                 explicit=explicit,
                 ambiguous=match.shared is not None or match.reason is Reason.AMBIGUOUS,
-                created=now,
-                used=now,
+                created=time.time(),
             ),
             scope=scope,
             conversation=conversation if request.record else None,

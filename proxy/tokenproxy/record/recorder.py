@@ -92,7 +92,7 @@ class Recording:
             if not placement.new_rollout or placement.conversation is None:
                 continue
             try:
-                await self._recorder.store.save_session(placement.session)
+                await self._recorder.store.add(placement.session)
             except StoreError as error:
                 consequence = f"rollout {placement.session.id} was not created before its first turn"
                 error.report(self._recorder.metrics, consequence)

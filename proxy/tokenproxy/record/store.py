@@ -13,6 +13,7 @@ What every store promises:
 """
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -74,6 +75,17 @@ class RecordRefused(StoreError):
     """The store works and refuses what it was given; it will refuse it again."""
 
 
+class Cause(StrEnum):
+    """Why a rollout is finished."""
+
+    REWARD = "reward"
+    """The whole rollout got a reward; or a turn did, after the rollout was finished."""
+    END = "end"
+    """The client ended its session."""
+    IDLE = "idle"
+    """It was not used for `finish_after_s`."""
+
+
 class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A rollout: what the store holds of it next to its turns."""
 
@@ -88,8 +100,9 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     another one."""
     created: float
     """Seconds since the epoch."""
-    used: float
-    """When a turn was last added or matched or its description last saved, in seconds since the epoch."""
+    used: float = 0.0
+    """When a turn was last added or matched or its description last saved, in seconds since the epoch. Given
+    by the store: unique, and ascending even if the clock is set back."""
     turns: int = 0
     size: int = 0
     """Bytes its turns and its description take in the store, which may compress them."""
@@ -99,6 +112,17 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """JSON object: fields of a chat request that replace those of a request."""
     metadata: bytes = b"{}"
     """JSON object of the client's own."""
+    rewards: dict[str, float] = {}
+    """Of turns, by their id, and of the whole rollout, by ""."""
+    pinned_until: float = 0.0
+    """It is not evicted before this time in seconds since the epoch."""
+    position: int = 0
+    """Of a finished rollout its place in the feed: the time of finishing in microseconds since the epoch;
+    unique, ascending in the order of finishing. 0 if it is not finished."""
+    revision: int = 0
+    """1 when it is finished, and one more each time it is finished again after a change."""
+    cause: str = ""
+    """A `Cause`: why it was finished."""
 
     @property
     def name(self) -> str:
@@ -150,44 +174,15 @@ class Found(NamedTuple):
     """At most FOUND_AT_MOST, in any order; `total` tells whether there are more."""
 
 
-class Cursor(NamedTuple):
-    """A place in the list of sessions, by use."""
-
-    used: float
-    id: str
-
-
-class Cause(StrEnum):
-    """Why a rollout is finished."""
-
-    REWARD = "reward"
-    """The whole rollout got a reward; or a turn did, after the rollout was finished."""
-    END = "end"
-    """The client ended its session."""
-    IDLE = "idle"
-    """It was not used for `finish_after_s`."""
-
-
-class FinishedRollout(NamedTuple):
-    """A rollout of the feed."""
-
-    position: int
-    """Microseconds since the epoch; unique, ascending in the order of finishing."""
-    revision: int
-    """1, and one more each time the rollout is finished again after a change."""
-    cause: Cause
-    session: Session
-
-
-class FeedState(NamedTuple):
-    """How far the feed reaches."""
+class FeedPage(NamedTuple):
+    """What the feed holds after a position."""
 
     end: int
     """The last position that was given to any rollout; 0 if there was none."""
-    waiting: int = 0
-    """Rollouts of a tenant after a position."""
-    oldest: int = 0
-    """The position of the first of them; 0 if there is none."""
+    waiting: int
+    """Rollouts after the position, those not returned too."""
+    sessions: list[Session]
+    """The first of them, in the order of their positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,16 +207,6 @@ class Limits:
     def bytes_of(self, space: str) -> int:
         """How many bytes the values of a space may take, as the store keeps them."""
         return {RESPONSES: self.response_bytes, DOCUMENTS: self.document_bytes}.get(space, 2**62)
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """How much a store holds."""
-
-    rollouts: int
-    turns: int
-    size: int
-    """Bytes of turns and session descriptions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,15 +247,19 @@ class Store(Protocol):
         ...
 
     async def add(
-        self, session: Session, turns: Sequence[Turn], entries: Sequence[Sequence[IndexEntry]]
+        self,
+        session: Session,
+        turns: Sequence[Turn] = (),
+        entries: Sequence[Sequence[IndexEntry]] = (),
     ) -> Evicted:
-        """Record turns of one rollout, all or none of them.
+        """Record turns of one rollout, all or none of them; or, without turns, describe a rollout.
 
         The parents of the turns are no longer open.
 
         Args:
-            session: created if the store does not hold one of this id; if it does, only `used` is updated,
-                and `ambiguous` if it is set.
+            session: created if the store does not hold one of this id. If it does, turns set only
+                `ambiguous`, and only to true; without turns its tenant, `explicit`, `created` and description
+                are replaced. All other fields are the store's own.
             entries: for each turn what finds it.
 
         Returns:
@@ -298,10 +287,10 @@ class Store(Protocol):
         """Make a claimed turn open again, unless a turn that continues it was recorded meanwhile."""
         ...
 
-    async def pin(self, rollout: str, until: float) -> None:
+    async def pin(self, rollout: str, until: float) -> bool:
         """Mark a rollout as used now, and keep it from eviction until a time in seconds since the epoch.
 
-        Nothing happens if there is no such rollout. The latest `until` counts.
+        The latest `until` counts. Returns False, and changes nothing, if there is no such rollout.
         """
         ...
 
@@ -317,80 +306,45 @@ class Store(Protocol):
         """Ids of the newest turns of a rollout, newest first."""
         ...
 
-    async def save_session(self, session: Session) -> Evicted:
-        """Create or describe a session. `turns`, `size` and `ambiguous` stay the store's own.
-
-        Returns:
-            what was evicted so that the limits hold.
-        """
-        ...
-
     async def session(self, rollout: str) -> Session | None:
         """A session by its id."""
         ...
 
     async def sessions(
-        self, *, limit: int, tenant: str | None = None, before: Cursor | None = None
+        self, *, limit: int, tenant: str | None = None, before: float = math.inf
     ) -> list[Session]:
-        """Sessions in descending order of (used, id).
+        """Sessions, the last used first.
 
         Args:
             tenant: whose; None for all.
-            before: only those after this place in the order.
+            before: only those with a smaller `used`.
         """
         ...
 
     async def delete(self, rollout: str) -> bool:
-        """Remove a rollout with its turns, keys, rewards. False if there is none."""
+        """Remove a rollout with its turns and keys. False if there is none."""
         ...
 
-    async def set_rewards(self, rollout: str, rewards: Mapping[str, float]) -> bool:
-        """Set the reward of turns, by their id, or of the whole rollout, by "". Others stay.
-
-        The reward of the whole rollout finishes it, as `finish` does. A rollout that is in the feed already
-        is finished again if any reward changed.
-
-        Returns False, and sets nothing, if there is no such rollout. The turns need not be recorded.
-        """
-        ...
-
-    async def rewards(self, rollout: str) -> dict[str, float]:
-        """The rewards of a rollout, as `set_rewards` took them."""
-        ...
-
-    async def finish(self, rollout: str, cause: Cause) -> bool:
+    async def finish(self, rollout: str, cause: Cause, rewards: Mapping[str, float] | None = None) -> bool:
         """Put a rollout at the end of the feed, with the next revision.
 
-        Returns False, and changes nothing, if there is no such rollout, if it has no turns, or if it is in
-        the feed and has no turns that were added since.
-        """
-        ...
-
-    async def finish_idle(self, before: float, limit: int) -> int:
-        """Finish rollouts that were last used before a time, in the order of their use.
-
-        Each call begins where the one before stopped, in any process: rollouts that were looked at are looked
-        at again only after they are used again.
-
         Args:
-            before: seconds since the epoch.
-            limit: rollouts to look at. Of rollouts used at the same time a few more may be.
+            rewards: set first; others stay. Rewards of turns alone finish only a rollout that is in the feed
+                already. Those turns need not be recorded.
 
         Returns:
-            how many were looked at; less than `limit` if there are no more.
+            whether it was put there: False if there is no such rollout, if it has no turns, or if it is in
+            the feed and neither got turns nor changed a reward since.
         """
         ...
 
-    async def finished(self, after: int, *, limit: int, tenant: str | None = None) -> list[FinishedRollout]:
-        """Finished rollouts after a position of the feed, in their order.
+    async def feed(self, after: int, *, limit: int, tenant: str | None = None) -> FeedPage:
+        """What the feed holds after a position.
 
         Args:
+            limit: of the sessions that are returned.
             tenant: whose; None for all.
         """
-        ...
-
-    async def feed_state(self, tenant: str = "", after: int | None = None) -> FeedState:
-        """The end of the feed; and what of a tenant waits after a position, if one is given."""
         ...
 
     async def put(
@@ -417,9 +371,5 @@ class Store(Protocol):
         ...
 
     async def evict(self) -> Evicted:
-        """Evict what is too old, expired values too. Called from time to time."""
-        ...
-
-    async def usage(self) -> Usage:
-        """How much is held."""
+        """Evict what is too old. Called from time to time."""
         ...

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from tokenproxy.record.store import Cursor, Session, Store
+from tokenproxy.record.store import Session, Store
 from tokenproxy.record.vocabulary import Problem
 from tokenproxy.samples.layouts import Kind, Layout, Row
 from tokenproxy.samples.samples import Refused, Sample, Shared, samples_of
@@ -158,6 +158,7 @@ async def export(
     only: Sequence[str] = (),
     shared: Shared = "once",
     wanted: frozenset[str] = frozenset(),
+    on_start: Callable[[int], object] = lambda total: None,
     on_rollout: Callable[[], object] = lambda: None,
 ) -> Report:
     """Write the samples of a store's rollouts, the most recently used first.
@@ -168,6 +169,7 @@ async def export(
             session of any tenant, unless it is also an id.
         shared: whether turns that samples share are trained once or in each.
         wanted: the classes of turns to train on; see `samples_of`.
+        on_start: called with the number of rollouts.
         on_rollout: called after each rollout.
 
     Raises:
@@ -176,10 +178,11 @@ async def export(
     """
     report = Report()
     rollouts = await chosen_rollouts(store, only) if only else [each.id async for each in _listed(store)]
+    on_start(len(rollouts))
     for rollout in rollouts:
         session = await store.session(rollout)
         turns = await store.turns(rollout) if session else []  # deleted since the export began
-        rewards = await store.rewards(rollout)
+        rewards = session.rewards if session else {}
         found = samples_of(turns, rewards, session=session, shared=shared, wanted=wanted)
         for sample in found.samples:
             rows.write(layout.row(sample))
@@ -210,7 +213,7 @@ async def _listed(store: Store) -> AsyncIterator[Session]:
     listed: set[str] = set()
     since = -math.inf
     for _ in range(2):  # a session used between two pages moves to the front: read as much of it again
-        before: Cursor | None = None
+        before = math.inf
         newest: float | None = None
         while page := await store.sessions(limit=SESSIONS_AT_ONCE, before=before):
             newest = page[0].used if newest is None else newest
@@ -220,7 +223,7 @@ async def _listed(store: Store) -> AsyncIterator[Session]:
                     yield session
             if page[-1].used < since:
                 break
-            before = Cursor(page[-1].used, page[-1].id)
+            before = page[-1].used
         since = math.inf if newest is None else newest
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from tokenproxy.record.store import FinishedRollout, Session, Store
+from tokenproxy.record.store import Session, Store
 from tokenproxy.samples.samples import Refused, Sample, Samples, Shared, samples_of
 from tokenproxy.samples.tree import parsed
 
@@ -89,7 +89,7 @@ def cursor_position(text: str) -> int:
 class ReadRollout:
     """A finished rollout, with those of its samples that were selected."""
 
-    entry: FinishedRollout
+    session: Session
     samples: Sequence[Sample]
     refused: Sequence[Refused]
 
@@ -121,42 +121,45 @@ async def read_step(
     rollouts: list[ReadRollout] = []
     scanned = ids = 0
     while scanned < MOST_SCANNED:
-        entries = await store.finished(after, limit=ENTRIES_AT_ONCE, tenant=selected.tenant)
-        for entry in entries:
+        page = await store.feed(after, limit=ENTRIES_AT_ONCE, tenant=selected.tenant)
+        for session in page.sessions:
             if len(rollouts) == limit or ids >= MOST_IDS:
                 return FeedStep(rollouts, after, more=True)
-            if selected.selects_session(entry.session):
-                rollout = await _read(store, entry, selected, shared, in_thread)
+            if selected.selects_session(session):
+                rollout = await _read(store, session, selected, shared, in_thread)
                 if rollout is not None:
                     rollouts.append(rollout)
                     ids += sum(
                         len(sample.prompt_ids) + len(sample.completion_ids) for sample in rollout.samples
                     )
-            after = entry.position
-        scanned += len(entries)
-        if len(entries) < ENTRIES_AT_ONCE:
+            after = session.position
+        scanned += len(page.sessions)
+        if len(page.sessions) < ENTRIES_AT_ONCE:
             return FeedStep(rollouts, after, more=False)
     return FeedStep(rollouts, after, more=True)
 
 
 async def _read(
-    store: Store, entry: FinishedRollout, selected: FeedFilter, shared: Shared, in_thread: InThread
+    store: Store, session: Session, selected: FeedFilter, shared: Shared, in_thread: InThread
 ) -> ReadRollout | None:
-    """The samples of a rollout; None if it was removed since `entry` was read, or if none is selected."""
-    turns = await store.turns(entry.session.id)
+    """The samples of a rollout; None if it was removed since `session` was read, or if none is selected."""
+    turns = await store.turns(session.id)
     if not turns:
         return None
-    rewards = await store.rewards(entry.session.id)
-    session, revision = entry.session, entry.revision
     found = await in_thread(
         lambda: samples_of(
-            turns, rewards, session=session, shared=shared, revision=revision, wanted=selected.classes
+            turns,
+            session.rewards,
+            session=session,
+            shared=shared,
+            revision=session.revision,
+            wanted=selected.classes,
         )
     )
     samples = [sample for sample in found.samples if selected.selects_sample(sample)]
     if (selected.weight_versions or selected.classes) and not samples:
         return None
-    return ReadRollout(entry, samples, found.refused)
+    return ReadRollout(session, samples, found.refused)
 
 
 def _is_value(value: msgspec.Raw, text: str) -> bool:

@@ -68,7 +68,7 @@ class Follower:
     async def _step(self, file: BinaryIO) -> bool:
         """Write the next rollouts; False if there are no more for now."""
         # a position beyond the end, as after the loss of a store, counts as the end
-        self.position = min(self.position, (await self.store.feed_state()).end)
+        self.position = min(self.position, (await self.store.feed(2**62, limit=0)).end)
         step = await read_step(
             self.store, self.position, _ROLLOUTS_AT_ONCE, self.selected, self.shared, asyncio.to_thread
         )
@@ -78,7 +78,7 @@ class Follower:
             rows = [self.layout.row(sample) for sample in rollout.samples]
             file.write(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
             file.flush()
-            self.position = rollout.entry.position
+            self.position = rollout.session.position
             self.report.add(rollout.samples, rollout.refused)
         self.position = step.position
         return step.more

@@ -144,7 +144,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     image_data: dict[str, str]
     """Data URLs by digest: of those images that no earlier sample of the rollout holds."""
     revision: int = 0
-    """`FinishedRollout.revision`; 0 for samples that were not read from the feed."""
+    """`Session.revision`; 0 for samples that were not read from the feed."""
     request_class: str = ""
     """Of the last turn."""
     agent: str = ""

@@ -1,4 +1,4 @@
-"""How stores keep their limits: in short steps, so that other writers get in between.
+"""How stores keep their limits: the rollouts used least recently are evicted, each as a whole.
 
 Age is the difference of two readings of a clock that may be set in between. So the store remembers since when
 its clock has been steady, and evicts by age only if it was steady for all of that age. A process that runs
@@ -8,22 +8,79 @@ somebody looked, which a time without any process leaves too.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from tokenproxy.record.store import Evicted, Limits
+import msgspec
 
-STEP = 512
-"""Rollouts and turns that one step evicts. The last rollout may exceed it: a rollout is evicted whole."""
+from tokenproxy.record.consumers import CONSUMERS, acknowledged_by_all
+from tokenproxy.record.store import Evicted, Session, Store
+
+_PAGE = 64
+"""Sessions that are read at a time, and evicted together."""
+_CLOCK = "clock"
+"""The space of the store that holds the `_ClockRecord`."""
 
 
-def eviction_target(limits: Limits) -> int:
-    """Bytes that may remain when eviction is needed: below the limit, so that not every call evicts."""
-    return limits.max_bytes * 9 // 10
+class Evicting(Store, Protocol):
+    """A store, as `evict` sees it."""
+
+    async def held_bytes(self) -> int:
+        """Bytes of turns and descriptions."""
+        ...
+
+    async def oldest(self, after: float, limit: int) -> list[Session]:
+        """Sessions with a greater `used`, in ascending order."""
+        ...
+
+    async def remove(self, rollout: str, now: float) -> bool:
+        """Evict a rollout that is not pinned at a time, and remember its keys. False if it stays."""
+        ...
 
 
-def add_evicted(first: Evicted, second: Evicted) -> Evicted:
-    """The sum of both."""
+async def evict(store: Evicting, own: str, too_old: float) -> Evicted:
+    """Evict rollouts last used before a time, and those used least recently if the store holds too much.
+
+    Args:
+        own: evicted last, and only if it alone exceeds the limit.
+    """
+    most, now, total = store.limits.max_bytes, time.time(), Evicted()
+    read = acknowledged_by_all(await store.get(CONSUMERS))
+    held = await store.held_bytes()
+    # below the limit, so that not every call evicts
+    target = most * 9 // 10 if held > most else held
+    own_session: Session | None = None
+    after = -1.0
+    while page := await store.oldest(after, _PAGE):
+        chosen = []
+        for session in page:
+            if held <= target and session.used >= too_old:
+                break
+            after = session.used
+            if session.id == own:
+                own_session = session
+            elif session.pinned_until <= now:
+                chosen.append(session)
+                held -= session.size
+        total = _sum(total, await _remove(store, chosen, read, now))
+        if after < page[-1].used:
+            return total
+    if own_session is not None and own_session.size > most and own_session.pinned_until <= now:
+        total = _sum(total, await _remove(store, [own_session], read, now))
+    return total
+
+
+async def _remove(store: Evicting, chosen: list[Session], read: dict[str, int], now: float) -> Evicted:
+    removed = await asyncio.gather(*(store.remove(session.id, now) for session in chosen))
+    gone = [session for session, done in zip(chosen, removed, strict=True) if done]
+    return Evicted(
+        len(gone),
+        sum(session.turns for session in gone),
+        sum(session.size for session in gone),
+        sum(session.position > read.get(session.tenant, session.position) for session in gone),
+    )
+
+
+def _sum(first: Evicted, second: Evicted) -> Evicted:
     return Evicted(
         first.rollouts + second.rollouts,
         first.turns + second.turns,
@@ -32,21 +89,7 @@ def add_evicted(first: Evicted, second: Evicted) -> Evicted:
     )
 
 
-async def evict_in_steps(lock: asyncio.Lock, step: Callable[[], Awaitable[Evicted]]) -> Evicted:
-    """Repeat a step until it evicts nothing.
-
-    Args:
-        lock: shared by all tasks of one store. Without it the steps of many tasks would end up in one
-            transaction, and other processes would wait for all of them.
-    """
-    total = Evicted()
-    async with lock:
-        while (evicted := await step()).rollouts:
-            total = add_evicted(total, evicted)
-    return total
-
-
-class ClockRecord(NamedTuple):
+class _ClockRecord(NamedTuple):
     """What a store holds about its clock, for all processes that share it. In seconds since the epoch."""
 
     seen: float
@@ -59,10 +102,6 @@ class AgeClock:
     """Finds out whether the clock of a store was set. One for each process."""
 
     def __init__(self, max_age_s: float) -> None:
-        self.tolerance_s = min(60.0, max_age_s / 2)
-        """Differences up to this are not a clock that was set."""
-        self.longest_gap_s = max_age_s / 2
-        """Seconds without a look at the clock after which a change of it may have been missed."""
         self._max_age_s = max_age_s
         self._last: tuple[float, float] | None = None
 
@@ -70,19 +109,30 @@ class AgeClock:
         """Whether the clock, which shows `now`, was set since the last call."""
         elapsed = _elapsed()
         last, self._last = self._last, (now, elapsed)
-        return last is not None and abs(now - last[0] - (elapsed - last[1])) > self.tolerance_s
+        return last is not None and abs(now - last[0] - (elapsed - last[1])) > self._tolerance_s
 
-    def next_record(self, record: ClockRecord | None, now: float, was_set: bool) -> ClockRecord:
-        """What the store holds from now on."""
-        if record is None:
-            return ClockRecord(now, now if was_set else 0.0)
-        unsteady = was_set or not -self.tolerance_s <= now - record.seen <= self.longest_gap_s
-        return ClockRecord(now, now if unsteady else record.steady_since)
+    async def oldest(self, store: Store, now: float) -> float:
+        """Rollouts last used before this time are too old; 0 if that cannot be told yet.
 
-    def oldest(self, now: float, steady_since: float) -> float:
-        """Rollouts last used before this time are too old; 0 if that cannot be told yet."""
+        Args:
+            now: what the clock of the store shows. Other processes learn that it was set.
+        """
+        unsteady = self.was_set(now)
+        while True:
+            held = (await store.get(_CLOCK, [""])).get("")
+            seen, since = msgspec.msgpack.decode(held, type=_ClockRecord) if held else (now, 0.0)
+            # after a gap a change of the clock may have been missed
+            if unsteady or not -self._tolerance_s <= now - seen <= self._max_age_s / 2:
+                since = now
+            if await store.put(_CLOCK, "", msgspec.msgpack.encode(_ClockRecord(now, since)), before=held):
+                break
         oldest = now - self._max_age_s
-        return oldest if oldest >= steady_since else 0.0
+        return oldest if oldest >= since else 0.0
+
+    @property
+    def _tolerance_s(self) -> float:
+        """Differences up to this are not a clock that was set."""
+        return min(60.0, self._max_age_s / 2)
 
 
 def _elapsed() -> float:

@@ -16,12 +16,17 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from time import perf_counter
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.store import (
+    FOUND_AT_MOST,
+    Candidate,
+    CandidateGroup,
     Evicted,
     Found,
     IndexEntry,
@@ -36,7 +41,6 @@ from tokenproxy.record.store import (
 from tokenproxy.record.store_time import BACKGROUND_S, spending, within
 from tokenproxy.record.turn import Turn
 from tokenproxy.store.packed import complete_path, fill_prompts, missing_holders
-from tokenproxy.store.waiting import MOST_BYTES, MOST_TURNS, Waiting, WaitingTurns
 
 log = logging.getLogger("tokenproxy")
 
@@ -46,27 +50,11 @@ START_S = 3.0
 """How long the start of the proxy waits for the store, if it can do without."""
 _FAILURES = 3
 """Calls that fail in a row before others are skipped."""
-_FORGIVEN_AFTER_S = 30.0
-"""A store that worked for so long is tried again at once, however often it failed before."""
+_BATCH = 64
+"""Records that are tried at once, each of another rollout."""
 _PROBE = bytes(16)
 """A key under which nothing is."""
-_READS = frozenset(
-    {
-        "find",
-        "path",
-        "turns",
-        "newest",
-        "session",
-        "sessions",
-        "rewards",
-        "finished",
-        "feed_state",
-        "get",
-        "usage",
-    }
-)
-_OF_COMPLETE = frozenset({"save_session", "delete", "set_rewards", "finish"})
-"""Calls that change a rollout as a whole: refused while turns of it wait."""
+_READS = frozenset(["find", "path", "turns", "newest", "session", "sessions", "feed", "get"])
 
 
 class StoreHealth(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,8 +82,18 @@ class GuardLimits:
     first_wait_s: float = 0.1
     """From the first trial that fails to the second; each next wait is twice as long."""
     longest_wait_s: float = 3.0
-    most_turns: int = MOST_TURNS
-    most_bytes: int = MOST_BYTES
+    most_turns: int = 10_000
+    most_bytes: int = 128 * 2**20
+
+
+class _Waiting(NamedTuple):
+    """The arguments of one call that records turns, which waits to be made again."""
+
+    session: Session
+    turns: Sequence[Turn]
+    entries: Sequence[Sequence[IndexEntry]]
+    size: int
+    """Bytes that it takes in memory, roughly."""
 
 
 class GuardedStore:
@@ -115,14 +113,15 @@ class GuardedStore:
         self._metrics = metrics
         self._required = required
         self._guard = limits
-        self._waiting = WaitingTurns(limits.most_turns, limits.most_bytes)
+        self._waiting: dict[str, _Waiting] = {}
+        """By the id of the first turn, in the order in which they came: parents before their children."""
         self._failures = {"read": 0, "write": 0}
         """Calls of each kind that failed in a row."""
         self._opening: asyncio.Future[None] | None = None
         self._is_open = False
         self._recovery: asyncio.Task[None] | None = None
         """Runs while something is wrong."""
-        self._wait_s = self._healthy_since = self._since = 0.0
+        self._since = 0.0
         self._error: StoreError | None = None
         self._lost = 0
         self._late: set[asyncio.Task[None]] = set()
@@ -130,14 +129,11 @@ class GuardedStore:
     def __getattr__(self, name: str) -> Any:
         """A call of the store, made within its limits."""
         method = getattr(self._store, name)
-        kind = "read" if name in _READS else "write"
 
         async def call(*args: Any, **named: Any) -> Any:
-            if name in _OF_COMPLETE:
-                rollout = args[0].id if name == "save_session" else args[0]
-                if self._waiting.of_rollout(rollout):
-                    raise StoreStalled("turns of this session are still to be recorded: try again soon")
-            return await self._call(kind, lambda: method(*args, **named))
+            if name in ("delete", "finish"):
+                self._check_complete(args[0])
+            return await self._call(name, lambda: method(*args, **named))
 
         return call
 
@@ -151,7 +147,7 @@ class GuardedStore:
             state=state,
             since=self._since if ill else None,
             error=str(self._error) if ill and self._error else None,
-            queued_turns=len(self._waiting),
+            queued_turns=len(self._turns()),
             lost_turns=self._lost,
         )
 
@@ -182,15 +178,14 @@ class GuardedStore:
         """Close the store. Turns that cannot be recorded in time are lost."""
         recovery = self._recovery
         if recovery is not None:
-            if len(self._waiting):
+            if self._waiting:
                 await asyncio.wait({recovery}, timeout=self._guard.close_s)
             recovery.cancel()
         if self._opening is not None:
             self._opening.cancel()
-        for record in self._waiting:
-            self._count_lost(record, "shutdown")
-        if lost := len(self._waiting):
-            log.error("%d turns are lost: the store did not take them before the process ended", lost)
+        if lost := self._turns():
+            self._count_lost(list(lost.values()), "shutdown")
+            log.error("%d turns are lost: the store did not take them before the process ended", len(lost))
         closing = asyncio.ensure_future(self._store.aclose())
         await asyncio.wait({closing}, timeout=self._guard.close_s)
         if closing.done():
@@ -199,42 +194,59 @@ class GuardedStore:
             log.error("the store did not close within %g s", self._guard.close_s)
 
     async def add(
-        self, session: Session, turns: Sequence[Turn], entries: Sequence[Sequence[IndexEntry]]
+        self,
+        session: Session,
+        turns: Sequence[Turn] = (),
+        entries: Sequence[Sequence[IndexEntry]] = (),
     ) -> Evicted:
-        """See `Store.add`. What the store does not take in time is recorded later.
+        """See `Store.add`. Turns that the store does not take in time are recorded later.
 
         Raises:
             RecordRefused: it cannot be recorded.
             StoreError: too much waits already.
         """
-        record = Waiting(session, turns, entries)
+        if not turns:
+            self._check_complete(session.id)
+            return await self._call("add", lambda: self._store.add(session))
         error = self._error or StoreError("turns before it wait")
         # the order matters within a rollout: a turn waits for those before it
-        if not self._skips("write") and not self._waiting.of_rollout(session.id):
+        if not self._skips("write") and not self._waits(session.id):
             try:
-                return await self._call("write", lambda: self._store.add(session, turns, entries))
-            except RecordRefused:
-                self._count_lost(record, "refused")
-                raise
+                return await self._call("add", lambda: self._store.add(session, turns, entries))
             except StoreError as failure:
+                if isinstance(failure, RecordRefused):
+                    self._count_lost(turns, "refused")
+                    raise
                 # what is cancelled may be done all the same; to write it again then changes nothing
                 error = failure
                 self._metrics.store_errors.inc()
             except Exception:  # counted here, and raised again for the caller
-                self._count_lost(record, "refused")
+                self._count_lost(turns, "refused")
                 raise
-        if not self._waiting.put(record):
-            self._count_lost(record, "queue_full")
-            raise StoreError(f"too many turns wait to be recorded ({len(self._waiting)}): {error}")
+        queued, size = len(self._turns()), len(msgspec.msgpack.encode(turns)) + 64 * sum(map(len, entries))
+        held = sum(record.size for record in self._waiting.values())
+        if queued + len(turns) > self._guard.most_turns or held + size > self._guard.most_bytes:
+            self._count_lost(turns, "queue_full")
+            raise StoreError(f"too many turns wait to be recorded ({queued}): {error}")
+        self._waiting[turns[0].id] = _Waiting(session, turns, entries, size)
         self._recover_from(error)
         return Evicted()
 
     async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
         """See `Store.find`."""
         # before the store is read: turns that it takes meanwhile are found in both
-        here = self._waiting.look_up(keys)
-        found = await self._call("read", lambda: self._store.find(keys))
-        return self._waiting.find_too(found, here) if here else found
+        wanted = set(keys) if self._waiting else ()
+        here = [
+            (entry, Candidate(turn.id, turn.rollout))
+            for record in (self._waiting.values() if wanted else ())
+            for turn, entries in zip(record.turns, record.entries, strict=True)
+            for entry in dict.fromkeys(entries)
+            if entry.key in wanted
+        ]
+        found = await self._call("find", lambda: self._store.find(keys))
+        for entry, candidate in here:
+            found[entry.key] = _add(found.get(entry.key, Found(0, [])), entry.ids, candidate)
+        return found
 
     async def claim(self, key: bytes, ids: bytes) -> str | None:
         """See `Store.claim`. A turn that is claimed too late is released."""
@@ -245,9 +257,10 @@ class GuardedStore:
             return asyncio.shield(claimed[-1])
 
         try:
-            # one that a waiting turn continues is not open, although the store does not know yet
-            while (turn := await self._call("write", claim)) and self._waiting.is_continued(turn):
-                pass
+            while turn := await self._call("claim", claim):
+                # one that a waiting turn continues is not open, although the store does not know yet
+                if not any(each.parent == turn for each in self._turns().values()):
+                    break
             return turn
         except BaseException:  # cancellation too: no other request could use a turn that stays claimed
             if claimed and not (claimed[-1].done() and claimed[-1].exception()):
@@ -257,37 +270,43 @@ class GuardedStore:
 
     async def path(self, turn: str) -> list[Turn]:
         """See `Store.path`."""
-        here = self._waiting.path(turn)
+        waiting = self._turns()
+        here: dict[str, Turn] = {}
+        first: str | None = turn
+        while first in waiting and first not in here:
+            here[first] = waiting[first]
+            first = here[first].parent
         if not here:
-            return await self._call("read", lambda: self._store.path(turn))
-        turns = {each.id: each for each in here}
-        for name in (here[0].parent, *missing_holders(here, turns)):
+            return await self._call("path", lambda: self._store.path(turn))
+        for name in (first, *missing_holders(here.values(), here)):
             # the turns before them, and another choice of a request: it may wait, or be recorded already
-            if name is not None and name not in turns:
-                turns |= {each.id: each for each in await self.path(name)}
-        return complete_path(turn, turns)
+            if name is not None and name not in here:
+                here |= {each.id: each for each in await self.path(name)}
+        return complete_path(turn, here)
 
     async def turns(self, rollout: str) -> list[Turn]:
         """See `Store.turns`."""
-        here = self._waiting.of_rollout(rollout)
-        stored = await self._call("read", lambda: self._store.turns(rollout))
+        here = self._turns(rollout)
+        stored = await self._call("turns", lambda: self._store.turns(rollout))
         if not here:
             return stored
-        turns = {turn.id: turn for turn in (*here, *stored)}
+        turns = {**here, **{turn.id: turn for turn in stored}}
         return fill_prompts([turns[name] for name in sorted(turns)], turns)
 
     async def newest(self, rollout: str, limit: int) -> list[str]:
         """See `Store.newest`."""
-        here = {turn.id for turn in self._waiting.of_rollout(rollout)}
-        stored = await self._call("read", lambda: self._store.newest(rollout, limit))
-        return sorted(here.union(stored), reverse=True)[:limit] if here else stored
+        here = self._turns(rollout)
+        stored = await self._call("newest", lambda: self._store.newest(rollout, limit))
+        return sorted({*here, *stored}, reverse=True)[:limit] if here else stored
 
     async def session(self, rollout: str) -> Session | None:
         """See `Store.session`."""
-        here = self._waiting.session(rollout)
-        return await self._call("read", lambda: self._store.session(rollout)) or here
+        here = [record.session for record in self._waiting.values() if record.session.id == rollout]
+        turns = len(self._turns(rollout))
+        stored = await self._call("session", lambda: self._store.session(rollout))
+        return stored or (replace(here[0], turns=turns) if here else None)
 
-    async def _call(self, kind: str, call: Callable[[], Awaitable[T]]) -> T:
+    async def _call(self, name: str, call: Callable[[], Awaitable[T]]) -> T:
         """The result of a call.
 
         Raises:
@@ -295,23 +314,54 @@ class GuardedStore:
             StoreStalled: its time is over.
             StoreError: it failed.
         """
+        kind = "read" if name in _READS else "write"
         if self._skips(kind):
             raise StoreSkipped(f"the store does not respond, and is tried again soon: {self._error}")
         with spending() as seconds:
             if not seconds:
                 raise StoreStalled("the request has waited for the store as long as it may")
             try:
-                result = await within(seconds, call())
+                result = await self._timed(name, call(), seconds)
             except RecordRefused:
                 raise
-            except (TimeoutError, StoreError) as failure:
-                error = failure if isinstance(failure, StoreError) else StoreStalled(_too_long(seconds))
+            except StoreError as error:
                 self._failures[kind] += 1
                 if self._fails(kind):
                     self._recover_from(error)
-                raise error from None
+                raise
         self._failures[kind] = 0
         return result
+
+    async def _timed(self, name: str, work: Awaitable[T], seconds: float = BACKGROUND_S) -> T:
+        """The result of a call, which is counted and timed. Raises StoreStalled if it takes too long."""
+        began = perf_counter()
+        self._metrics.store_calls.inc()
+        try:
+            return await within(seconds, work)
+        except TimeoutError:
+            raise StoreStalled(f"no response within {seconds:.1f} s") from None
+        finally:
+            self._metrics.store_calls.dec()
+            self._metrics.store_time.labels(name).observe(perf_counter() - began)
+
+    def _turns(self, rollout: str | None = None) -> dict[str, Turn]:
+        """The turns that wait, of one rollout or of all, by their ids."""
+        records = self._waiting.values()
+        return {
+            turn.id: turn
+            for record in records
+            if rollout in (None, record.session.id)
+            for turn in record.turns
+        }
+
+    def _check_complete(self, rollout: str) -> None:
+        """Refuse to change a rollout as a whole while turns of it wait."""
+        if self._waits(rollout):
+            raise StoreStalled("turns of this session are still to be recorded: try again soon")
+
+    def _waits(self, rollout: str) -> bool:
+        """Whether turns of a rollout wait to be recorded."""
+        return any(record.session.id == rollout for record in self._waiting.values())
 
     def _fails(self, kind: str) -> bool:
         return self._failures[kind] >= _FAILURES
@@ -329,24 +379,18 @@ class GuardedStore:
             self._recovery = asyncio.create_task(self._recover())
 
     async def _recover(self) -> None:
-        start = time.monotonic()
-        if start - self._healthy_since > _FORGIVEN_AFTER_S:
-            self._wait_s = 0.0
-        await asyncio.sleep(self._wait_s)
-        while not self._is_open or self._fails("read") or self._fails("write") or len(self._waiting):
+        start, wait_s = perf_counter(), self._guard.first_wait_s
+        while not self._is_open or self._fails("read") or self._fails("write") or self._waiting:
             try:
                 await self._try_again()
             except Exception as error:  # the boundary: a trial that fails is repeated
                 if not isinstance(error, StoreError):
                     log.exception("the store cannot be tried")
                 self._error = error if isinstance(error, StoreError) else StoreError(str(error))
-                self._wait_s = min(
-                    max(2 * self._wait_s, self._guard.first_wait_s), self._guard.longest_wait_s
-                )
-                await asyncio.sleep(self._wait_s * random.uniform(0.5, 1.0))
-        self._healthy_since = time.monotonic()
+                await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+                wait_s = min(2 * wait_s, self._guard.longest_wait_s)
         self._recovery = None
-        log.warning("the store works again, after %.1f s", self._healthy_since - start)
+        log.warning("the store works again, after %.1f s", perf_counter() - start)
 
     async def _try_again(self) -> None:
         """One call of each kind that failed. Raises StoreError."""
@@ -354,38 +398,40 @@ class GuardedStore:
             opening = self._opening
             if opening is None or (opening.done() and (opening.cancelled() or opening.exception())):
                 self._opening = opening = asyncio.ensure_future(self._store.open())
-            await _in_background(asyncio.shield(opening))
+            await self._timed("open", asyncio.shield(opening))
             self._is_open = True
         if self._fails("read"):
-            await _in_background(self._store.find([_PROBE]))
+            await self._timed("find", self._store.find([_PROBE]))
             self._failures["read"] = 0
-        if len(self._waiting):
-            batch = self._waiting.next_batch().items()
-            tried = [self._record_later(number, record) for number, record in batch]
-            errors = [error for error in await asyncio.gather(*tried) if error is not None]
-            if errors:
-                raise errors[0]
+        if self._waiting:
+            oldest: dict[str, _Waiting] = {}
+            for record in self._waiting.values():
+                if len(oldest) < _BATCH:
+                    oldest.setdefault(record.session.id, record)
+            errors = await asyncio.gather(*map(self._record_later, oldest.values()))
+            if error := next(filter(None, errors), None):
+                raise error
         elif self._fails("write"):
             # changes nothing, because no rollout has this name
-            await _in_background(self._store.pin("", 0.0))
+            await self._timed("pin", self._store.pin("", 0.0))
         self._failures["write"] = 0
 
-    async def _record_later(self, number: int, record: Waiting) -> StoreError | None:
+    async def _record_later(self, record: _Waiting) -> StoreError | None:
         """Record turns that wait. Returns why they have to wait on."""
+        session, turns, entries, _ = record
         try:
-            adding = self._store.add(record.session, record.turns, record.entries)
-            evicted = await _in_background(adding)
+            evicted = await self._timed("add", self._store.add(session, turns, entries))
         except RecordRefused as error:
-            self._count_lost(record, "refused")
-            log.error("a turn of %s is lost: %s", record.session.id, error)
+            self._count_lost(turns, "refused")
+            log.error("a turn of %s is lost: %s", session.id, error)
         except StoreError as error:
             return error
         except Exception:  # the boundary: what cannot be recorded keeps no other turn waiting
-            self._count_lost(record, "refused")
-            log.exception("a turn of %s is lost", record.session.id)
+            self._count_lost(turns, "refused")
+            log.exception("a turn of %s is lost", session.id)
         else:
             self._metrics.count_evicted(evicted.rollouts, evicted.undelivered)
-        self._waiting.remove(number)
+        del self._waiting[turns[0].id]
         return None
 
     async def _release_late(self, claiming: "asyncio.Future[str | None]") -> None:
@@ -393,20 +439,19 @@ class GuardedStore:
             if turn := await claiming:
                 await self._store.release(turn)
         except StoreError as error:
-            self._metrics.store_errors.inc()
-            log.error("a turn that was claimed in vain may stay claimed: %s", error)
+            error.report(self._metrics, "a turn that was claimed in vain may stay claimed")
 
-    def _count_lost(self, record: Waiting, reason: str) -> None:
-        self._lost += len(record.turns)
-        self._metrics.lost_turns.labels(reason).inc(len(record.turns))
-
-
-async def _in_background(work: Awaitable[T]) -> T:
-    try:
-        return await within(BACKGROUND_S, work)
-    except TimeoutError:
-        raise StoreStalled(_too_long(BACKGROUND_S)) from None
+    def _count_lost(self, turns: Sequence[Turn], reason: str) -> None:
+        self._lost += len(turns)
+        self._metrics.lost_turns.labels(reason).inc(len(turns))
 
 
-def _too_long(seconds: float) -> str:
-    return f"no response within {seconds:.1f} s"
+def _add(found: Found, ids: bytes, candidate: Candidate) -> Found:
+    """What is under a key, with one more candidate; unchanged if the store has it meanwhile."""
+    groups = {group.ids: group for group in found.groups}
+    if any(candidate in group.candidates for group in groups.values()):
+        return found
+    own = groups.pop(ids, CandidateGroup(ids, 0, []))
+    own = CandidateGroup(ids, own.total + 1, [candidate, *own.candidates][:FOUND_AT_MOST])
+    # a group that is cut off here makes the match ambiguous, as one that `find` cuts off
+    return Found(found.total + 1, [own, *groups.values()][:FOUND_AT_MOST])

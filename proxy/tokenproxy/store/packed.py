@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tokenproxy.record.encoders import WORTH_A_THREAD_BYTES
-from tokenproxy.record.store import IndexEntry, Session
+from tokenproxy.record.store import IndexEntry
 from tokenproxy.record.turn import Turn
 
 if sys.version_info >= (3, 14):
@@ -29,13 +29,8 @@ _LEVEL = 1
 _TURN = msgspec.msgpack.Decoder(Turn)
 
 
-def pack_turn(turn: Turn) -> bytes:
-    """A turn as MessagePack, compressed if it is long."""
-    return _compress(msgspec.msgpack.encode(turn))
-
-
 async def pack_turns(turns: Sequence[Turn]) -> list[bytes]:
-    """Each as `pack_turn`. Long ones are compressed in a thread; Python's lock is free meanwhile."""
+    """Each as MessagePack. Long ones are compressed; Python's lock is free in that thread."""
     encoded = [msgspec.msgpack.encode(turn) for turn in turns]
     if sum(map(len, encoded)) < WORTH_A_THREAD_BYTES:
         return [_compress(each) for each in encoded]
@@ -43,7 +38,7 @@ async def pack_turns(turns: Sequence[Turn]) -> list[bytes]:
 
 
 def unpack_turn(packed: bytes) -> Turn:
-    """The inverse of `pack_turn`. Raises msgspec.DecodeError."""
+    """The inverse of `pack_turns`. Raises msgspec.DecodeError."""
     return _TURN.decode(_decompress(packed) if packed[:1] == _FRAME else packed)
 
 
@@ -52,11 +47,6 @@ def _decompress(packed: bytes) -> bytes:
         return zstd.decompress(packed)
     except zstd.ZstdError as error:
         raise msgspec.DecodeError(f"what was compressed is damaged: {error}") from error
-
-
-def turn_size(turn: Turn) -> int:
-    """Bytes of a turn that is not compressed."""
-    return len(msgspec.msgpack.encode(turn))
 
 
 def _compress(encoded: bytes) -> bytes:
@@ -98,11 +88,6 @@ def unpack_entries(packed: bytes) -> list[IndexEntry]:
         parts.append(packed[start + 1 : end])
         start = end
     return list(map(IndexEntry, parts[::2], parts[1::2]))
-
-
-def description_size(session: Session) -> int:
-    """Bytes of a session's description, which count towards the limits."""
-    return len(session.defaults) + len(session.overrides) + len(session.metadata)
 
 
 def complete_path(turn_id: str, turns: Mapping[str, Turn]) -> list[Turn]:

@@ -10,34 +10,30 @@ limits. Whether the data survive a restart of a server depends on the server's o
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
-from tokenproxy.record.consumers import CONSUMERS, acknowledged_by_all
+import msgspec
+
 from tokenproxy.record.store import (
-    DOCUMENTS,
-    FOUND_AT_MOST,
-    RESPONSES,
     Before,
     Candidate,
     CandidateGroup,
     Cause,
-    Cursor,
     Evicted,
-    FeedState,
-    FinishedRollout,
+    FeedPage,
     Found,
     IndexEntry,
     Limits,
     Session,
     StoreUnusable,
-    Usage,
 )
 from tokenproxy.record.turn import Turn
 from tokenproxy.store import redis_scripts as scripts
-from tokenproxy.store.eviction import STEP, AgeClock, evict_in_steps, eviction_target
+from tokenproxy.store.eviction import AgeClock, evict
 from tokenproxy.store.packed import (
     complete_path,
     fill_prompts,
@@ -54,7 +50,7 @@ from tokenproxy.store.redis_urls import read_redis_url
 
 log = logging.getLogger("tokenproxy")
 
-SCHEMA_VERSION = b"3"
+SCHEMA_VERSION = b"4"
 EVICTED_S = 3600
 """Seconds for which the index remembers a key under which all turns were evicted."""
 _PAGE = 64
@@ -95,11 +91,14 @@ class RedisStore:
         await self._servers.aclose()
 
     async def add(
-        self, session: Session, turns: Sequence[Turn], entries: Sequence[Sequence[IndexEntry]]
+        self,
+        session: Session,
+        turns: Sequence[Turn] = (),
+        entries: Sequence[Sequence[IndexEntry]] = (),
     ) -> Evicted:
         """See `Store.add`."""
         if not turns:
-            return Evicted()
+            return await self._save(session, ("", ""))
         members: list[tuple[bytes, bytes]] = []
         args: list[Any] = []
         for turn, of_turn, packed in zip(turns, entries, await pack_turns(turns), strict=True):
@@ -110,10 +109,7 @@ class RedisStore:
         calls += self._on_index(scripts.INDEX, members)
         await self._servers.run_each(calls, replicated=True)
         counts = await self._run(scripts.ADD, _rollout_keys(session.id), *args)
-        size = await self._run_list(
-            scripts.COUNT, *_session_arguments(session), repr(time.time()), int(session.ambiguous), *counts
-        )
-        return await self._evict(session.id) if size > self.limits.max_bytes else Evicted()
+        return await self._save(session, counts)
 
     async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
         """See `Store.find`."""
@@ -150,9 +146,9 @@ class RedisStore:
         if rollout := await self._rollout_of(turn):
             await self._run(scripts.RELEASE, _rollout_keys(rollout), turn)
 
-    async def pin(self, rollout: str, until: float) -> None:
+    async def pin(self, rollout: str, until: float) -> bool:
         """See `Store.pin`."""
-        await self._run_list(scripts.PIN, rollout, repr(time.time()), repr(until))
+        return bool(await self._run_list(scripts.PIN, rollout, repr(time.time()), repr(until)))
 
     async def path(self, turn: str) -> list[Turn]:
         """See `Store.path`."""
@@ -173,63 +169,31 @@ class RedisStore:
         ids = await self._servers.do(self._servers.client.hkeys(_rollout_keys(rollout)[0]))
         return [turn.decode() for turn in sorted(ids, reverse=True)[:limit]]
 
-    async def save_session(self, session: Session) -> Evicted:
-        """See `Store.save_session`."""
-        size = await self._run_list(scripts.SAVE_SESSION, *_session_arguments(session))
-        return await self._evict(session.id) if size > self.limits.max_bytes else Evicted()
-
     async def session(self, rollout: str) -> Session | None:
         """See `Store.session`."""
-        parts = _read_reply(await self._run_list(scripts.SESSION, rollout))
-        return next((_read_session(each, parts) for each in parts), None)
+        return next(iter((await self._list("one", rollout))[1]), None)
 
     async def sessions(
-        self, *, limit: int, tenant: str | None = None, before: Cursor | None = None
+        self, *, limit: int, tenant: str | None = None, before: float = math.inf
     ) -> list[Session]:
         """See `Store.sessions`."""
-        if limit <= 0:
-            return []
         name = "used" if tenant is None else f"used:{tenant}"
-        place = (repr(before.used), before.id) if before else ("", "")
-        parts = _read_reply(await self._run_list(scripts.LIST_SESSIONS, name, limit, *place))
-        return [_read_session(rollout, parts) for rollout in parts]
+        return (await self._list("down", name, "-inf", f"({before!r}", max(limit, 0)))[1]
 
     async def delete(self, rollout: str) -> bool:
         """See `Store.delete`."""
-        if not await self._run_list(scripts.REMOVE, rollout):
-            return False
-        await self._remove_turns(rollout, remembered_s=0)
-        return True
+        return await self._remove(rollout, math.inf, remembered_s=0)
 
-    async def set_rewards(self, rollout: str, rewards: Mapping[str, float]) -> bool:
-        """See `Store.set_rewards`."""
-        args = [arg for turn, reward in rewards.items() for arg in (turn, repr(float(reward)))]
-        return bool(await self._run_list(scripts.SET_REWARDS, rollout, int(time.time() * 1e6), *args))
-
-    async def rewards(self, rollout: str) -> dict[str, float]:
-        """See `Store.rewards`."""
-        rewards = await self._run_list(scripts.REWARDS, rollout)
-        return {turn.decode(): float(reward) for turn, reward in _pairs(rewards)}
-
-    async def finish(self, rollout: str, cause: Cause) -> bool:
+    async def finish(self, rollout: str, cause: Cause, rewards: Mapping[str, float] | None = None) -> bool:
         """See `Store.finish`."""
-        return bool(await self._run_list(scripts.FINISH, rollout, cause, int(time.time() * 1e6)))
+        pairs = [arg for turn, reward in (rewards or {}).items() for arg in (turn, repr(float(reward)))]
+        return bool(await self._run_list(scripts.FINISH, rollout, cause, int(time.time() * 1e6), *pairs))
 
-    async def finish_idle(self, before: float, limit: int) -> int:
-        """See `Store.finish_idle`."""
-        now = int(time.time() * 1e6)
-        return int(await self._run_list(scripts.FINISH_IDLE, repr(before), limit, now)) if limit > 0 else 0
-
-    async def finished(self, after: int, *, limit: int, tenant: str | None = None) -> list[FinishedRollout]:
-        """See `Store.finished`."""
+    async def feed(self, after: int, *, limit: int, tenant: str | None = None) -> FeedPage:
+        """See `Store.feed`."""
         name = "feed" if tenant is None else f"feed:{tenant}"
-        parts = _read_reply(await self._run_list(scripts.FINISHED, name, after, max(limit, 0)))
-        return [_read_finished(position, parts) for position in parts]
-
-    async def feed_state(self, tenant: str = "", after: int | None = None) -> FeedState:
-        """See `Store.feed_state`."""
-        state = await self._run_list(scripts.FEED_STATE, "" if after is None else after, tenant)
-        return FeedState(*(int(float(each)) for each in state))
+        (_, end, waiting), sessions = await self._list("up", name, f"({after}", "+inf", max(limit, 0))
+        return FeedPage(end, waiting, sessions)
 
     async def put(
         self, space: str, name: str, value: bytes, *, keep_s: float | None = None, before: Before = ...
@@ -257,33 +221,47 @@ class RedisStore:
 
     async def evict(self) -> Evicted:
         """See `Store.evict`."""
-        for space in (RESPONSES, DOCUMENTS, CONSUMERS):
-            await self._run(scripts.DROP_EXPIRED, _space_keys(space), repr(time.time()))
         for rollout in await self._run_list(scripts.REMOVED):
             await self._remove_turns(rollout.decode(), EVICTED_S)
         # the server's clock: the proxies' may differ
-        now = await self._server_time()
-        clock = self._clock
-        args = (repr(now), int(clock.was_set(now)), clock.tolerance_s, clock.longest_gap_s)
-        steady_since = float(await self._run_list(scripts.STEADY_SINCE, *args))
-        return await self._evict("", clock.oldest(now, steady_since))
+        return await self._evict("", await self._clock.oldest(self, await self._server_time()))
 
-    async def usage(self) -> Usage:
-        """See `Store.usage`."""
-        return Usage(*map(int, await self._run_list(scripts.USAGE)))
+    async def held_bytes(self) -> int:
+        """See `Evicting.held_bytes`."""
+        return (await self._list("one", ""))[0][0]
 
-    async def _evict(self, own: str, oldest: float = 0.0) -> Evicted:
-        read = chain.from_iterable(acknowledged_by_all(await self.get(CONSUMERS)).items())
-        limits = (eviction_target(self.limits), self.limits.max_bytes, repr(oldest))
-        args = (own, *limits, repr(time.time()), STEP, *read)
+    async def oldest(self, after: float, limit: int) -> list[Session]:
+        """See `Evicting.oldest`."""
+        return (await self._list("up", "used", f"({after!r}", "+inf", limit))[1]
 
-        async def step() -> Evicted:
-            turns, size, missed, *rollouts = await self._run_list(scripts.EVICT, *args)
-            for rollout in rollouts:
-                await self._remove_turns(rollout.decode(), EVICTED_S)
-            return Evicted(len(rollouts), turns, size, missed)
+    async def remove(self, rollout: str, now: float) -> bool:
+        """See `Evicting.remove`."""
+        return await self._remove(rollout, now, EVICTED_S)
 
-        return await evict_in_steps(self._eviction, step)
+    async def _save(self, session: Session, counts: Sequence[Any]) -> Evicted:
+        """Count turns of a session, or describe it."""
+        fields = (session.tenant, int(session.explicit), repr(session.created))
+        described = (session.defaults, session.overrides, session.metadata)
+        args = (repr(time.time()), *counts, int(session.ambiguous), *fields, *described)
+        size = await self._run_list(scripts.SAVE, session.id, *args)
+        return await self._evict(session.id) if size > self.limits.max_bytes else Evicted()
+
+    async def _list(self, *args: Any) -> tuple[list[int], list[Session]]:
+        """The three numbers and the sessions that `LIST` replies."""
+        parts = _read_reply(await self._run_list(scripts.LIST, *args))
+        return [int(next(parts)) for _ in range(3)], [
+            _session_from(dict(_pairs(islice(parts, int(count))))) for count in parts
+        ]
+
+    async def _evict(self, own: str, too_old: float = 0.0) -> Evicted:
+        async with self._eviction:
+            return await evict(self, own, too_old)
+
+    async def _remove(self, rollout: str, pinned_at: float, remembered_s: int) -> bool:
+        if not await self._run_list(scripts.REMOVE, rollout, repr(pinned_at)):
+            return False
+        await self._remove_turns(rollout, remembered_s)
+        return True
 
     async def _remove_turns(self, rollout: str, remembered_s: int) -> None:
         """Remove the turns of a rollout that is no longer in the list, and what finds them."""
@@ -357,21 +335,22 @@ def _candidate(member: bytes) -> Candidate:
 
 
 def _read_found(keys: Sequence[bytes], packed: bytes) -> Iterator[tuple[bytes, Found]]:
-    """The reply of `FIND`."""
+    """The reply of `FIND`. If the first and the last member have equal ids, all have."""
     parts = _read_reply(packed)
     for number in parts:
-        total, count = int(next(parts)), int(next(parts))
-        groups: list[CandidateGroup] = []
-        for _ in range(count):
-            members, listed = int(next(parts)), int(next(parts))
-            by_ids: dict[bytes, list[Candidate]] = {}
-            for member in islice(parts, listed):
-                by_ids.setdefault(member[1 : 1 + member[0]], []).append(_candidate(member))
-            for ids, candidates in by_ids.items():
-                groups.append(
-                    CandidateGroup(ids, members if len(by_ids) == 1 else len(candidates), candidates)
-                )
-        yield keys[int(number)], Found(total, groups[:FOUND_AT_MOST])
+        total, first, listed = int(next(parts)), next(parts), int(next(parts))
+        groups: dict[bytes, list[Candidate]] = {}
+        for member in islice(parts, listed):
+            groups.setdefault(_ids(member), []).append(_candidate(member))
+        only = len(groups) == 1 and _ids(first) in groups
+        yield (
+            keys[int(number)],
+            Found(total, [CandidateGroup(ids, total if only else len(of), of) for ids, of in groups.items()]),
+        )
+
+
+def _ids(member: bytes) -> bytes:
+    return member[1 : 1 + member[0]]
 
 
 def _read_reply(packed: bytes) -> Iterator[bytes]:
@@ -383,37 +362,14 @@ def _read_reply(packed: bytes) -> Iterator[bytes]:
         yield packed[colon + 1 : start]
 
 
-def _read_session(rollout: bytes, parts: Iterator[bytes]) -> Session:
-    """The session of a rollout from the values that `reply_session` of `redis_scripts` appends."""
-    used, count = float(next(parts)), int(next(parts))
-    values = list(islice(parts, count))
-    fields = dict(zip(values[::2], values[1::2], strict=True))
-    return Session(
-        id=rollout.decode(),
-        tenant=fields[b"tenant"].decode(),
-        explicit=fields[b"explicit"] == b"1",
-        ambiguous=b"ambiguous" in fields,
-        created=float(fields[b"created"]),
-        used=used,
-        turns=int(fields.get(b"turns", 0)),
-        size=int(fields[b"size"]),
-        defaults=fields[b"defaults"],
-        overrides=fields[b"overrides"],
-        metadata=fields[b"metadata"],
-    )
+def _session_from(fields: dict[bytes, bytes]) -> Session:
+    """The session from the fields of its hash."""
+    described = {name: fields.pop(name.encode()) for name in ("defaults", "overrides", "metadata")}
+    text = {name.decode(): value.decode() for name, value in fields.items()}
+    rewards = {name[7:]: float(value) for name, value in text.items() if name.startswith("reward:")}
+    return msgspec.convert({**text, **described, "rewards": rewards}, Session, strict=False)
 
 
-def _read_finished(position: bytes, parts: Iterator[bytes]) -> FinishedRollout:
-    revision, cause = int(next(parts)), Cause(next(parts).decode())
-    return FinishedRollout(int(float(position)), revision, cause, _read_session(next(parts), parts))
-
-
-def _session_arguments(session: Session) -> tuple[str | bytes | int, ...]:
-    """What scripts take to create or describe a session."""
-    times = (repr(session.created), repr(session.used))
-    description = (session.defaults, session.overrides, session.metadata)
-    return (session.id, session.tenant, int(session.explicit), *times, *description)
-
-
-def _pairs(replies: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:
-    return zip(replies[::2], replies[1::2], strict=True)
+def _pairs(replies: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    values = iter(replies)
+    return zip(values, values, strict=True)

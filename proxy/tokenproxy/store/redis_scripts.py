@@ -14,14 +14,11 @@ The list of sessions and the feed are in one slot, under `tokenproxy:{sessions}:
 
     used             sorted set: rollouts by the time of their last use
     used:TENANT      sorted set: the same for one tenant
-    rollout:ROLLOUT  hash: the session without its id and `used`, pinned_until, `bytes` of its turns; of a
-                     finished rollout also revision, cause, and finished_turns: their number at that time
-    rewards:ROLLOUT  hash: turn to reward
+    rollout:ROLLOUT  hash: the session, each reward as `reward:TURN`, and `bytes` of its turns; of a finished
+                     rollout also finished_turns: their number at that time
     feed             sorted set: finished rollouts by their position
     feed:TENANT      sorted set: the same for one tenant
-    state            hash: last (position of the feed), idle_used (of the last rollout that was looked at)
-    clock            hash: seen, steady_since; see `eviction.ClockRecord`
-    totals           hash: turns, size
+    totals           hash: size, last (position of the feed)
     removed          set: rollouts that were removed from the list, and whose turns are still to be removed
 
 A member of the index is `ids`, turn and rollout, each of the first two after a byte with its length: members
@@ -76,51 +73,33 @@ end
 for each key."""
 
 _REPLY = """
-local function reply(to, ...)
+local replies = {}
+local function reply(...)
     for _, value in ipairs({...}) do
         value = tostring(value)
-        to[#to + 1] = #value .. ':' .. value
+        replies[#replies + 1] = #value .. ':' .. value
     end
 end
 """
-"""`reply` appends values to a list, each after its length: `5:hello`. A client reads one long string much
+"""`reply` adds values to `replies`, each after its length: `5:hello`. A client reads one long string much
 faster than nested lists."""
 
 FIND = (
     _REPLY
     + f"local most = {FOUND_AT_MOST}"
     + """
-local found = {}
 for i, name in ipairs(KEYS) do
     local total = redis.call('ZCARD', name)
     if total > 0 then
-        local members, groups, high = redis.call('ZREVRANGE', name, 0, most - 1), {}, '+'
-        if total <= most then
-            groups[1] = {total, members}
-        end
-        while total > most and #groups < most do
-            local last = redis.call('ZREVRANGEBYLEX', name, high, '-', 'LIMIT', 0, 1)[1]
-            if not last then
-                break
-            end
-            local ids = last:sub(1, last:byte(1) + 1)
-            local from, to = '[' .. ids, '(' .. ids .. '\\255'
-            members = redis.call('ZREVRANGEBYLEX', name, to, from, 'LIMIT', 0, most)
-            groups[#groups + 1] = {redis.call('ZLEXCOUNT', name, from, to), members}
-            high = '(' .. ids
-        end
-        reply(found, i - 1, total, #groups)
-        for _, group in ipairs(groups) do
-            reply(found, group[1], #group[2], unpack(group[2]))
-        end
+        local members = redis.call('ZREVRANGE', name, 0, most - 1)
+        reply(i - 1, total, redis.call('ZRANGE', name, 0, 0)[1], #members, unpack(members))
     end
 end
-return table.concat(found)
+return table.concat(replies)
 """
 )
-"""Keys: of the index. Reply: for each that holds something its number (from 0), the numbers of members and of
-groups; for each group its number of members and those that are listed, the newest first. If all members are
-listed, they are one group, whatever their ids."""
+"""Keys: of the index. Reply: for each that holds something its number (from 0), the number of members, the
+first of them, and how many of the last ones follow, the last first."""
 
 ADD = """
 for i = 1, #ARGV, 4 do
@@ -245,248 +224,111 @@ return value
 )
 """Keys: as `PUT`. Arguments: name, now. Reply: the value."""
 
-DROP_EXPIRED = f"{_SPACE}drop_expired(ARGV[1])"
-"""Keys: as `PUT`. Arguments: now."""
-
-_USED = """
-local p = KEYS[1]
-local function touch(rollout, now)
-    local tenant = redis.call('HGET', p .. 'rollout:' .. rollout, 'tenant')
-    local last, used = unpack(redis.call('ZRANGE', p .. 'used', -1, -1, 'WITHSCORES'))
-    if last and last ~= rollout and tonumber(used) >= tonumber(now) then
-        now = string.format('%.17g', tonumber(used) + 0.000001)
-    end
-    redis.call('ZADD', p .. 'used', 'GT', now, rollout)
-    redis.call('ZADD', p .. 'used:' .. tenant, 'GT', now, rollout)
-end
-local function save_session(rollout, tenant, explicit, created, used, defaults, overrides, metadata)
-    local name = p .. 'rollout:' .. rollout
-    local before = redis.call('HMGET', name, 'tenant', 'defaults', 'overrides', 'metadata')
-    if before[1] and before[1] ~= tenant then
-        redis.call('ZREM', p .. 'used:' .. before[1], rollout)
-    end
-    local growth = #defaults + #overrides + #metadata
-    for i = 2, 4 do
-        growth = growth - #(before[i] or '')
-    end
-    redis.call('HSET', name, 'tenant', tenant, 'explicit', explicit, 'created', created,
-        'defaults', defaults, 'overrides', overrides, 'metadata', metadata)
-    redis.call('HINCRBY', name, 'size', growth)
-    redis.call('ZADD', p .. 'used', used, rollout)
-    redis.call('ZADD', p .. 'used:' .. tenant, used, rollout)
-    return redis.call('HINCRBY', p .. 'totals', 'size', growth)
+_TOUCH = """
+local p, rollout, now = KEYS[1], ARGV[1], ARGV[2]
+local name = p .. 'rollout:' .. rollout
+local function touch(tenant)
+    local last = redis.call('ZRANGE', p .. 'used', -1, -1, 'WITHSCORES')[2] or 0
+    now = string.format('%.17g', math.max(tonumber(now), tonumber(last) + 0.000001))
+    redis.call('HSET', name, 'used', now)
+    redis.call('ZADD', p .. 'used', now, rollout)
+    redis.call('ZADD', p .. 'used:' .. tenant, now, rollout)
 end
 """
-"""`p` is the prefix. `touch` makes a rollout the last used of all, even if a clock was set back.
-`save_session` takes what `redis._session_arguments` returns, and returns the bytes held afterwards."""
+"""`p` is the prefix. `touch` makes a rollout the last used of all, even if a clock was set back."""
 
-COUNT = (
-    _USED
+SAVE = (
+    _TOUCH
     + """
-local rollout, now, ambiguous, turns, bytes = ARGV[1], unpack(ARGV, 9, 12)
-local name = p .. 'rollout:' .. rollout
-if redis.call('EXISTS', name) == 0 then
-    save_session(unpack(ARGV, 1, 8))
+local turns, bytes, ambiguous, tenant, explicit, created, defaults, overrides, metadata = unpack(ARGV, 3)
+local before = redis.call('HMGET', name, 'turns', 'bytes', 'tenant', 'defaults', 'overrides', 'metadata')
+local more, size = turns == '' and 0 or math.max(0, turns - (before[1] or 0)), 0
+if not before[3] or turns == '' then
+    if before[3] and before[3] ~= tenant then
+        redis.call('ZREM', p .. 'used:' .. before[3], rollout)
+    end
+    size = #defaults + #overrides + #metadata - #(before[4] or '') - #(before[5] or '') - #(before[6] or '')
+    redis.call('HSET', name, 'id', rollout, 'tenant', tenant, 'explicit', explicit, 'created', created,
+        'defaults', defaults, 'overrides', overrides, 'metadata', metadata)
+    touch(tenant)
+elseif more > 0 then
+    touch(before[3])
 end
-if ambiguous == '1' then
-    redis.call('HSET', name, 'ambiguous', 1)
-end
-local before = redis.call('HMGET', name, 'turns', 'bytes')
-local more = math.max(0, tonumber(turns) - (before[1] or 0))
-local growth = math.max(0, tonumber(bytes) - (before[2] or 0))
-local size = tonumber(redis.call('HINCRBY', p .. 'totals', 'size', growth))
 if more > 0 then
-    touch(rollout, now)
+    local grown = math.max(0, bytes - (before[2] or 0))
     redis.call('HINCRBY', name, 'turns', more)
-    redis.call('HINCRBY', name, 'bytes', growth)
-    redis.call('HINCRBY', name, 'size', growth)
-    redis.call('HINCRBY', p .. 'totals', 'turns', more)
+    redis.call('HINCRBY', name, 'bytes', grown)
+    size = size + grown
+    if ambiguous == '1' then
+        redis.call('HSET', name, 'ambiguous', 1)
+    end
 end
-return size
+redis.call('HINCRBY', name, 'size', size)
+return redis.call('HINCRBY', p .. 'totals', 'size', size)
 """
 )
-"""Arguments: the session (8, see `redis._session_arguments`), now, 1 if it is ambiguous, the reply of `ADD`.
-Reply: bytes held afterwards. Numbers of a call that was overtaken change nothing."""
-
-SAVE_SESSION = f"{_USED}return save_session(unpack(ARGV))"
-"""Arguments: the session. Reply: bytes held afterwards."""
+"""Arguments: rollout, now; the reply of `ADD`, or '' twice to describe the session; 1 if it is ambiguous;
+its tenant, explicit, created, defaults, overrides, metadata. Reply: bytes held afterwards. Numbers of a call
+that was overtaken change nothing."""
 
 PIN = (
-    _USED
+    _TOUCH
     + """
-local rollout, now, pinned_until = ARGV[1], ARGV[2], ARGV[3]
-local name = p .. 'rollout:' .. rollout
-if redis.call('EXISTS', name) == 0 then
-    return
+local tenant, pinned_until = unpack(redis.call('HMGET', name, 'tenant', 'pinned_until'))
+if tenant then
+    touch(tenant)
+    redis.call('HSET', name, 'pinned_until', math.max(tonumber(pinned_until or 0), tonumber(ARGV[3])))
 end
-touch(rollout, now)
-if tonumber(redis.call('HGET', name, 'pinned_until') or 0) < tonumber(pinned_until) then
-    redis.call('HSET', name, 'pinned_until', pinned_until)
-end
+return tenant and 1 or 0
 """
 )
-"""Arguments: rollout, now, until."""
+"""Arguments: rollout, now, until. Reply: 1 if there is such a rollout."""
 
-_REPLY_SESSION = (
+LIST = (
     _REPLY
     + """
-local function reply_session(to, rollout, used)
-    local fields = redis.call('HGETALL', KEYS[1] .. 'rollout:' .. rollout)
-    reply(to, rollout, used, #fields)
-    reply(to, unpack(fields))
+local p, way, name, low, high, limit = KEYS[1], ARGV[1], KEYS[1] .. ARGV[2], unpack(ARGV, 3)
+local found, count = {ARGV[2]}, 0
+if way ~= 'one' then
+    count = redis.call('ZCOUNT', name, low, high)
+    found = way == 'down' and redis.call('ZREVRANGEBYSCORE', name, high, low, 'LIMIT', 0, limit)
+        or redis.call('ZRANGEBYSCORE', name, low, high, 'LIMIT', 0, limit)
 end
-"""
-)
-"""`reply_session` appends a rollout, its `used`, the number of strings that follow, and the fields of its
-hash, each with its value."""
-
-SESSION = (
-    _REPLY_SESSION
-    + """
-local used, session = redis.call('ZSCORE', KEYS[1] .. 'used', ARGV[1]), {}
-if used then
-    reply_session(session, ARGV[1], used)
-end
-return table.concat(session)
-"""
-)
-"""Arguments: rollout. Reply: what `reply_session` appends, if there is one."""
-
-LIST_SESSIONS = (
-    _REPLY_SESSION
-    + """
-local name, limit, used, id = KEYS[1] .. ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
--- not `<`, which depends on the server's locale
-local function before(left, right)
-    for i = 1, math.min(#left, #right) do
-        local a, b = left:byte(i), right:byte(i)
-        if a ~= b then
-            return a < b
-        end
-    end
-    return #left < #right
-end
-local first = 0
-if used ~= '' then
-    first = redis.call('ZCOUNT', name, '(' .. used, '+inf')
-    local last = first + redis.call('ZCOUNT', name, used, used)
-    while first < last do
-        local middle = math.floor((first + last) / 2)
-        if before(redis.call('ZREVRANGE', name, middle, middle)[1], id) then
-            last = middle
-        else
-            first = middle + 1
+local size, last = unpack(redis.call('HMGET', p .. 'totals', 'size', 'last'))
+reply(size or 0, last or 0, count)
+for _, rollout in ipairs(found) do
+    local fields = redis.call('HGETALL', p .. 'rollout:' .. rollout)
+    if #fields > 0 then
+        reply(#fields)
+        for _, field in ipairs(fields) do
+            reply(field)
         end
     end
 end
-local found = redis.call('ZREVRANGE', name, first, first + limit - 1, 'WITHSCORES')
-local sessions = {}
-for i = 1, #found, 2 do
-    reply_session(sessions, found[i], found[i + 1])
-end
-return table.concat(sessions)
+return table.concat(replies)
 """
 )
-"""Arguments: name of a sorted set, limit, `used` and id of the cursor (both '' if there is none).
-Reply: for each session what `reply_session` appends."""
+"""Arguments: `one` and a rollout; or `up` or `down`, name of a sorted set, lowest and highest score, limit.
+Reply: bytes held, the last position of the feed, members between the scores; for each session how many
+strings follow, and the fields of its hash, each with its value."""
 
-STEADY_SINCE = """
-local name, now, was_set, tolerance, longest_gap = KEYS[1] .. 'clock', unpack(ARGV)
-local seen, steady_since = unpack(redis.call('HMGET', name, 'seen', 'steady_since'))
-if seen then
-    local gap = tonumber(now) - tonumber(seen)
-    if gap < 0 - tolerance or gap > tonumber(longest_gap) then
-        was_set = '1'
-    end
-end
-if was_set == '1' then
-    steady_since = now
-end
-redis.call('HSET', name, 'seen', now, 'steady_since', steady_since or '0')
-return steady_since or '0'
-"""
-"""As `AgeClock.next_record`. Arguments: now, 1 if the clock was set, tolerance, longest gap.
-Reply: since when the clock has been steady."""
-
-_REMOVE = """
-local p = KEYS[1]
-local function remove(rollout)
-    local name = p .. 'rollout:' .. rollout
-    local tenant, size, turns = unpack(redis.call('HMGET', name, 'tenant', 'size', 'turns'))
-    -- before HINCRBY: if its memory is full, a server refuses that as a first change
-    redis.call('DEL', name, p .. 'rewards:' .. rollout)
-    redis.call('ZREM', p .. 'used', rollout)
-    redis.call('ZREM', p .. 'used:' .. tenant, rollout)
-    redis.call('ZREM', p .. 'feed', rollout)
-    redis.call('ZREM', p .. 'feed:' .. tenant, rollout)
-    redis.call('HINCRBY', p .. 'totals', 'turns', 0 - (turns or 0))
-    redis.call('HINCRBY', p .. 'totals', 'size', 0 - size)
-    redis.call('SADD', p .. 'removed', rollout)
-    return tonumber(turns or 0), tonumber(size)
-end
-"""
-
-REMOVE = (
-    _REMOVE
-    + """
-if redis.call('EXISTS', p .. 'rollout:' .. ARGV[1]) == 0 then
+REMOVE = """
+local p, rollout = KEYS[1], ARGV[1]
+local name = p .. 'rollout:' .. rollout
+local tenant, size, pinned_until = unpack(redis.call('HMGET', name, 'tenant', 'size', 'pinned_until'))
+if not tenant or tonumber(pinned_until or 0) > tonumber(ARGV[2]) then
     return 0
 end
-remove(ARGV[1])
+-- before HINCRBY: if its memory is full, a server refuses that as a first change
+redis.call('DEL', name)
+for _, list in ipairs({'used', 'used:' .. tenant, 'feed', 'feed:' .. tenant}) do
+    redis.call('ZREM', p .. list, rollout)
+end
+redis.call('HINCRBY', p .. 'totals', 'size', 0 - size)
+redis.call('SADD', p .. 'removed', rollout)
 return 1
 """
-)
-"""Arguments: rollout. Reply: 1 if there was one."""
-
-EVICT = (
-    _REMOVE
-    + """
-local own, target, most = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
-local oldest, now, step = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
-local read = {}
-for i = 7, #ARGV, 2 do
-    read[ARGV[i]] = tonumber(ARGV[i + 1])
-end
-local left = tonumber(redis.call('HGET', p .. 'totals', 'size') or 0)
-local removed, turns, size, missed = {}, 0, 0, 0
-local function pinned(rollout)
-    return tonumber(redis.call('HGET', p .. 'rollout:' .. rollout, 'pinned_until') or 0) > now
-end
-local function evict(rollout)
-    local position = tonumber(redis.call('ZSCORE', p .. 'feed', rollout) or 0)
-    if position > (read[redis.call('HGET', p .. 'rollout:' .. rollout, 'tenant')] or position) then
-        missed = missed + 1
-    end
-    local count, bytes = remove(rollout)
-    removed[#removed + 1] = rollout
-    turns, size, left = turns + count, size + bytes, left - bytes
-end
-if left <= most then
-    target = left
-end
-local skipped = 0
-while #removed + turns < step do
-    local rollout, used = unpack(redis.call('ZRANGE', p .. 'used', skipped, skipped, 'WITHSCORES'))
-    if not rollout or (left <= target and tonumber(used) >= oldest) then
-        break
-    end
-    if rollout == own or pinned(rollout) then
-        skipped = skipped + 1
-    else
-        evict(rollout)
-    end
-end
-if #removed == 0 and own ~= '' and not pinned(own) then
-    if tonumber(redis.call('HGET', p .. 'rollout:' .. own, 'size') or 0) > most then
-        evict(own)
-    end
-end
-return {turns, size, missed, unpack(removed)}
-"""
-)
-"""Arguments: a rollout to evict last or '', bytes to reach, bytes allowed, time before which a last use is
-too old, now, rollouts and turns to evict in one step; tenants, each with what all its consumers have read.
-Reply: numbers of evicted turns, bytes, and finished rollouts that a consumer has not read; the rollouts."""
+"""Arguments: rollout, time. Reply: 1 if there was one that is not pinned at this time."""
 
 REMOVED = """
 local found = {}
@@ -502,114 +344,34 @@ return found
 FORGET = "redis.call('SREM', KEYS[1] .. 'removed', ARGV[1])"
 """Arguments: rollout whose turns are removed."""
 
-_FINISH = """
-local p = KEYS[1]
-local function finish(rollout, cause, now, changed, only_again)
-    local name = p .. 'rollout:' .. rollout
-    local tenant, turns, finished_turns, revision =
-        unpack(redis.call('HMGET', name, 'tenant', 'turns', 'finished_turns', 'revision'))
-    if not turns or (only_again and not revision) or (finished_turns == turns and not changed) then
-        return 0
-    end
-    local last = tonumber(redis.call('HGET', p .. 'state', 'last') or 0)
-    local position = string.format('%.0f', math.max(tonumber(now), last + 1))
-    redis.call('HSET', p .. 'state', 'last', position)
-    redis.call('ZADD', p .. 'feed', position, rollout)
-    redis.call('ZADD', p .. 'feed:' .. tenant, position, rollout)
-    redis.call('HSET', name, 'finished_turns', turns, 'revision', (revision or 0) + 1, 'cause', cause)
-    return 1
-end
-"""
-"""`finish` takes a rollout, a cause, and the time in microseconds; it returns 1 if it put the rollout at the
-end. `changed`: more than its turns changed since it was finished. `only_again`: only if it is in the feed."""
-
-FINISH = f"{_FINISH}return finish(unpack(ARGV))"
-"""Arguments: rollout, cause, now. Reply: 1 if it was put at the end."""
-
-SET_REWARDS = (
-    _FINISH
-    + """
-local rollout, now, whole, changed = ARGV[1], ARGV[2], false, false
-if redis.call('EXISTS', p .. 'rollout:' .. rollout) == 0 then
+FINISH = """
+local p, rollout, cause, now = KEYS[1], unpack(ARGV, 1, 3)
+local name, whole, changed = p .. 'rollout:' .. rollout, #ARGV == 3, false
+local tenant, turns, finished_turns, revision =
+    unpack(redis.call('HMGET', name, 'tenant', 'turns', 'finished_turns', 'revision'))
+if not tenant then
     return 0
 end
-for i = 3, #ARGV, 2 do
-    local before = redis.call('HGET', p .. 'rewards:' .. rollout, ARGV[i])
-    whole, changed = whole or ARGV[i] == '', changed or before ~= ARGV[i + 1]
-    redis.call('HSET', p .. 'rewards:' .. rollout, ARGV[i], ARGV[i + 1])
+for i = 4, #ARGV, 2 do
+    local field = 'reward:' .. ARGV[i]
+    whole = whole or ARGV[i] == ''
+    changed = changed or redis.call('HGET', name, field) ~= ARGV[i + 1]
+    redis.call('HSET', name, field, ARGV[i + 1])
 end
-if #ARGV > 2 then
-    finish(rollout, 'reward', now, changed, not whole)
+if not turns or (finished_turns == turns and not changed) or not (whole or revision) then
+    return 0
 end
+local last = tonumber(redis.call('HGET', p .. 'totals', 'last') or 0)
+local position = string.format('%.0f', math.max(tonumber(now), last + 1))
+redis.call('HSET', p .. 'totals', 'last', position)
+redis.call('ZADD', p .. 'feed', position, rollout)
+redis.call('ZADD', p .. 'feed:' .. tenant, position, rollout)
+redis.call('HSET', name, 'finished_turns', turns, 'revision', (revision or 0) + 1, 'cause', cause,
+    'position', position)
 return 1
 """
-)
-"""Arguments: rollout, now; for each reward turn and value. Reply: 1 if there is such a rollout."""
-
-REWARDS = "return redis.call('HGETALL', KEYS[1] .. 'rewards:' .. ARGV[1])"
-"""Arguments: rollout. Reply: turn, reward, turn, ..."""
-
-FINISH_IDLE = (
-    _FINISH
-    + """
-local before, limit, now = ARGV[1], tonumber(ARGV[2]), ARGV[3]
-local used = redis.call('HGET', p .. 'state', 'idle_used')
-local low = used and '(' .. used or '-inf'
-local found = redis.call('ZRANGEBYSCORE', p .. 'used', low, '(' .. before, 'WITHSCORES', 'LIMIT', 0, limit)
-if #found == 0 then
-    return 0
-end
-local last = found[#found]
-for i = 1, #found, 2 do
-    finish(found[i], 'idle', now)
-end
-if #found == 2 * limit then
-    -- also rollouts used at the same time as the last of them: the next call starts after that time
-    for _, rollout in ipairs(redis.call('ZRANGEBYSCORE', p .. 'used', last, last)) do
-        finish(rollout, 'idle', now)
-    end
-end
-redis.call('HSET', p .. 'state', 'idle_used', last)
-return #found / 2
-"""
-)
-"""Arguments: time before which the last use was, limit, now. Reply: number of rollouts it looked at."""
-
-FINISHED = (
-    _REPLY_SESSION
-    + """
-local p, name, after, limit = KEYS[1], KEYS[1] .. ARGV[1], ARGV[2], ARGV[3]
-local found = redis.call('ZRANGEBYSCORE', name, '(' .. after, '+inf', 'WITHSCORES', 'LIMIT', 0, limit)
-local entries = {}
-for i = 1, #found, 2 do
-    local used = redis.call('ZSCORE', p .. 'used', found[i])
-    local revision, cause = unpack(redis.call('HMGET', p .. 'rollout:' .. found[i], 'revision', 'cause'))
-    reply(entries, found[i + 1], revision, cause)
-    reply_session(entries, found[i], used)
-end
-return table.concat(entries)
-"""
-)
-"""Arguments: name of a sorted set, position, limit.
-Reply: for each finished rollout its position, revision, cause, and what `reply_session` appends."""
-
-FEED_STATE = """
-local last = redis.call('HGET', KEYS[1] .. 'state', 'last') or '0'
-if ARGV[1] == '' then
-    return {last, '0', '0'}
-end
-local name, low = KEYS[1] .. 'feed:' .. ARGV[2], '(' .. ARGV[1]
-local oldest = redis.call('ZRANGEBYSCORE', name, low, '+inf', 'WITHSCORES', 'LIMIT', 0, 1)[2]
-return {last, tostring(redis.call('ZCOUNT', name, low, '+inf')), oldest or '0'}
-"""
-"""Arguments: position or '', tenant. Reply: the last position; of the rollouts of the tenant after the given
-one their number and the position of the first."""
-
-USAGE = """
-local turns, size = unpack(redis.call('HMGET', KEYS[1] .. 'totals', 'turns', 'size'))
-return {redis.call('ZCARD', KEYS[1] .. 'used'), turns or '0', size or '0'}
-"""
-"""Reply: rollouts, turns, bytes."""
+"""Arguments: rollout, cause, now in microseconds; for each reward turn and value. Reply: 1 if it was put at
+the end of the feed."""
 
 TIME = "return redis.call('TIME')"
 """Reply: seconds and microseconds of the server's clock."""

@@ -60,19 +60,50 @@ class DatabaseFile:
         self._anchor: sqlite3.Connection | None = None
         """Does nothing but hold the file and its side files open, so that their inodes are not used again."""
         self._side_files: dict[Path, _Identity | None] = {}
+        self._connections: dict[int, tuple[sqlite3.Connection, _Identity]] = {}
+        """Of each thread, with the file that it opened."""
 
-    def identity(self) -> _Identity | None:
-        """The file that the name points to now; None if there is none."""
-        return _identity(self.path)
+    @contextmanager
+    def connection(self, *, waits: bool) -> Iterator[sqlite3.Connection]:
+        """The connection of this thread, opened anew after errors and where the name points to another file.
 
-    def ready(self) -> _Identity:
-        """Create the file and its tables where they are missing; returns the file.
+        Args:
+            waits: whether SQLite itself waits for locks.
 
         Raises:
             StoreError, sqlite3.Error, OSError: it cannot be opened or created, or `prepare` refuses it.
         """
+        thread = threading.get_ident()
+        connection, identity = self._connections.get(thread, (None, None))
+        if connection is None or identity != _identity(self.path):
+            self._disconnect(thread)
+            identity, connection = self._ready_file(), self.connect()
+            self._connections[thread] = connection, identity
+            if not waits:
+                connection.execute("PRAGMA busy_timeout = 0")
+        try:
+            yield connection
+        except sqlite3.DatabaseError as error:
+            if _code(error) not in _LOCKED and not isinstance(error, _REFUSED):
+                # the file may be damaged, or without its tables: prepare it again before it is used next
+                self._disconnect(thread)
+                with self._lock:
+                    self._ready = None
+            raise
+
+    def moved(self) -> bool:
+        """Whether the name no longer points to the file of this thread's connection."""
+        return self._connections[threading.get_ident()][1] != _identity(self.path)
+
+    def _disconnect(self, thread: int) -> None:
+        connection, _ = self._connections.pop(thread, (None, None))
+        if connection is not None:
+            connection.close()
+
+    def _ready_file(self) -> _Identity:
+        """Create the file and its tables where they are missing; returns the file."""
         with self._lock:
-            found = self.identity()
+            found = _identity(self.path)
             if found is None or found != self._ready:
                 if self._held not in (None, found):
                     change = "deleted" if found is None else "replaced"
@@ -81,17 +112,14 @@ class DatabaseFile:
                 self._create()
                 self._anchor = self._prepared()
                 self._side_files = {path: _identity(path) for path in map(self._side_file, _SIDE_FILES)}
-                self._ready = self._held = self.identity()
+                self._ready = self._held = _identity(self.path)
                 assert self._ready is not None  # the connection has just read it
             return self._ready
 
-    def distrust(self) -> None:
-        """Prepare the file again before it is used next: a call found it damaged, or without its tables."""
-        with self._lock:
-            self._ready = None
-
     def close(self) -> None:
-        """Close the connection that holds the file open."""
+        """Close all connections; no thread uses one any more."""
+        for thread in list(self._connections):
+            self._disconnect(thread)
         with self._lock:
             self._ready = None
             self._forget(remove=False)
@@ -131,7 +159,7 @@ class DatabaseFile:
     def _forget(self, *, remove: bool = True) -> None:
         """Let go of the file that was; its side files must not be taken for those of the next one."""
         stale = [path for path, was in self._side_files.items() if was is not None and was == _identity(path)]
-        if remove and self.identity() != self._held and stale:
+        if remove and _identity(self.path) != self._held and stale:
             with locked_folder(self.path.parent):
                 for path in stale:
                     path.unlink(missing_ok=True)
@@ -162,48 +190,6 @@ class DatabaseFile:
 
     def _side_file(self, suffix: str) -> Path:
         return self.path.with_name(self.path.name + suffix)
-
-
-class Connection:
-    """The connection of one thread; opened anew where the name points to another file."""
-
-    def __init__(self, file: DatabaseFile, *, waits: bool) -> None:
-        """`waits`: whether SQLite itself waits for locks."""
-        self._file = file
-        self._waits = waits
-        self._connection: sqlite3.Connection | None = None
-        self._identity: _Identity | None = None
-
-    def get(self) -> sqlite3.Connection:
-        """The connection. Raises as `DatabaseFile.ready`."""
-        if self._connection is None or self.moved():
-            self.close()
-            self._identity = self._file.ready()
-            self._connection = self._file.connect()
-            if not self._waits:
-                self._connection.execute("PRAGMA busy_timeout = 0")
-        return self._connection
-
-    def moved(self) -> bool:
-        """Whether the name no longer points to the file of this connection."""
-        return self._identity != self._file.identity()
-
-    def close(self) -> None:
-        """Close it; `get` opens another."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
-    @contextmanager
-    def distrusted_on_error(self) -> Iterator[None]:
-        """After an error that is about the file, open it anew next time."""
-        try:
-            yield
-        except sqlite3.DatabaseError as error:
-            if _code(error) not in _LOCKED and not isinstance(error, _REFUSED):
-                self.close()
-                self._file.distrust()
-            raise
 
 
 @contextmanager

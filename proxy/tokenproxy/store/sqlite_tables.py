@@ -1,28 +1,40 @@
 """The tables of a SQLite store, and what changes several of them.
 
-Turns are MessagePack next to the columns that queries need; `totals` holds running sums, so that no write has
-to add anything up. Everything here runs in a transaction of the caller.
+Turns are MessagePack next to the columns that queries need; triggers keep the sums that limits need, so that
+no write has to add anything up. Everything here runs in a transaction of the caller.
 """
 
-import dataclasses
+import heapq
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from tokenproxy.record.store import Before, Cause, Evicted, IndexEntry, Limits, Session, StoreUnusable
-from tokenproxy.store.eviction import STEP, AgeClock, ClockRecord, eviction_target
-from tokenproxy.store.packed import description_size, unpack_entries
-from tokenproxy.store.turn_files import FILES_SCHEMA, TurnFiles
+import msgspec
+from msgspec.structs import asdict
+
+from tokenproxy.record.store import (
+    FOUND_AT_MOST,
+    Before,
+    Candidate,
+    CandidateGroup,
+    Found,
+    IndexEntry,
+    Limits,
+    Session,
+    StoreUnusable,
+)
+from tokenproxy.store.packed import unpack_entries
 
 T = TypeVar("T", bytes, str)
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 _APPLICATION_ID = 0x746F6B70
+_EXPIRED_AT_ONCE = 512
 _SCHEMA = f"""
 CREATE TABLE turns (
-    id TEXT NOT NULL UNIQUE, rollout TEXT NOT NULL, parent TEXT, open INTEGER NOT NULL,
-    continued INTEGER NOT NULL, entries BLOB NOT NULL, file TEXT, packed BLOB NOT NULL
+    id TEXT NOT NULL UNIQUE, rollout TEXT NOT NULL, parent TEXT, state INTEGER NOT NULL,
+    entries BLOB NOT NULL, packed BLOB NOT NULL
 );
 CREATE INDEX turns_of_rollout ON turns (rollout, id);
 CREATE TABLE entries (
@@ -31,75 +43,67 @@ CREATE TABLE entries (
 CREATE TABLE evicted (
     seq INTEGER PRIMARY KEY, key BLOB NOT NULL, ids BLOB NOT NULL, UNIQUE (key, ids)
 );
-{FILES_SCHEMA}
 CREATE TABLE sessions (
-    id TEXT NOT NULL PRIMARY KEY, tenant TEXT NOT NULL, explicit INTEGER NOT NULL, ambiguous INTEGER NOT NULL,
-    created REAL NOT NULL, used REAL NOT NULL, pinned_until REAL NOT NULL, turns INTEGER NOT NULL,
-    size INTEGER NOT NULL, description_size INTEGER NOT NULL
-) WITHOUT ROWID;
-CREATE INDEX sessions_by_use ON sessions (used, id);
-CREATE INDEX sessions_of_tenant_by_use ON sessions (tenant, used, id);
-CREATE TABLE descriptions (
-    id TEXT NOT NULL UNIQUE, defaults BLOB NOT NULL, overrides BLOB NOT NULL, metadata BLOB NOT NULL
+    id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL, explicit INTEGER NOT NULL, ambiguous INTEGER NOT NULL,
+    created REAL NOT NULL, used REAL NOT NULL, turns INTEGER NOT NULL, size INTEGER NOT NULL,
+    defaults BLOB NOT NULL, overrides BLOB NOT NULL, metadata BLOB NOT NULL, rewards BLOB NOT NULL,
+    pinned_until REAL NOT NULL, position INTEGER NOT NULL, revision INTEGER NOT NULL, cause TEXT NOT NULL,
+    finished_turns INTEGER NOT NULL
 );
-CREATE TABLE rewards (
-    rollout TEXT NOT NULL, turn TEXT NOT NULL, reward REAL, PRIMARY KEY (rollout, turn)
-) WITHOUT ROWID;
+CREATE INDEX sessions_by_use ON sessions (used);
+CREATE INDEX sessions_of_tenant_by_use ON sessions (tenant, used);
+CREATE INDEX feed ON sessions (position);
+CREATE INDEX feed_of_tenant ON sessions (tenant, position);
 CREATE TABLE kept (
     space TEXT NOT NULL, name TEXT NOT NULL, expires REAL NOT NULL, value BLOB NOT NULL, UNIQUE (space, name)
 );
 CREATE INDEX kept_by_expiry ON kept (space, expires);
 CREATE TABLE kept_bytes (space TEXT NOT NULL PRIMARY KEY, bytes INTEGER NOT NULL);
-CREATE TABLE feed (
-    position INTEGER NOT NULL PRIMARY KEY, rollout TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL,
-    revision INTEGER NOT NULL, turns INTEGER NOT NULL, cause TEXT NOT NULL
-);
-CREATE INDEX feed_of_tenant ON feed (tenant, position);
-CREATE TABLE feed_state (last INTEGER NOT NULL, idle_used REAL NOT NULL, idle_id TEXT NOT NULL);
-INSERT INTO feed_state VALUES (0, 0.0, '');
-CREATE TABLE clock (seen REAL NOT NULL, steady_since REAL NOT NULL);
-CREATE TABLE totals (turns INTEGER NOT NULL, size INTEGER NOT NULL);
+CREATE TABLE totals (size INTEGER NOT NULL, last INTEGER NOT NULL);
 INSERT INTO totals VALUES (0, 0);
+CREATE TRIGGER session_added AFTER INSERT ON sessions BEGIN
+    UPDATE totals SET size = size + new.size; END;
+CREATE TRIGGER session_changed AFTER UPDATE OF size ON sessions BEGIN
+    UPDATE totals SET size = size + new.size - old.size; END;
+CREATE TRIGGER session_removed AFTER DELETE ON sessions BEGIN
+    UPDATE totals SET size = size - old.size; END;
+CREATE TRIGGER value_added AFTER INSERT ON kept BEGIN
+    INSERT INTO kept_bytes VALUES (new.space, length(new.value))
+    ON CONFLICT (space) DO UPDATE SET bytes = bytes + excluded.bytes; END;
+CREATE TRIGGER value_removed AFTER DELETE ON kept BEGIN
+    UPDATE kept_bytes SET bytes = bytes - length(old.value) WHERE space = old.space; END;
 PRAGMA application_id = {_APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 """
-"""`last` of `feed_state` is the last position of the feed; (`idle_used`, `idle_id`) the last session that
-`finish_idle` looked at."""
-SESSION_COLUMNS = """
-sessions.id, sessions.tenant, explicit, ambiguous, created, used, sessions.turns, size, defaults, overrides,
-metadata
-"""
-SESSIONS = f"""
-SELECT {SESSION_COLUMNS} FROM sessions LEFT JOIN descriptions ON descriptions.id = sessions.id
-"""
-USED_NOW = """
-used = CASE
-    WHEN used >= (SELECT max(used) FROM sessions) THEN max(used, :now)
-    ELSE max(:now, (SELECT max(used) FROM sessions) + 0.000001)
-END
-"""
-"""Assignment that marks sessions as used now: the last of all, even if the clock was set back."""
+"""`state` of a turn: 0 open, 1 claimed, 2 continued. `last` of `totals` is the last position of the feed."""
+FIELDS = Session.__struct_fields__
+"""The first columns of `sessions`."""
+SESSIONS = f"SELECT {', '.join(FIELDS)} FROM sessions"
+USED_NOW = "max(:now, (SELECT coalesce(max(used), 0) FROM sessions) + 0.000001)"
+"""Marks a session as used now: the last of all, even if the clock was set back."""
 PATH = """
 WITH RECURSIVE up (id) AS (
     VALUES (?) UNION SELECT turns.parent FROM up JOIN turns USING (id) WHERE turns.parent IS NOT NULL
 )
-SELECT packed, file FROM up JOIN turns USING (id)
-"""
-_SAVE_SESSION = """
-INSERT INTO sessions VALUES (:id, :tenant, :explicit, 0, :created, :used, 0, 0, :size, :size)
-ON CONFLICT (id) DO UPDATE SET tenant = :tenant, explicit = :explicit, created = :created, used = :used,
-    size = size - description_size + :size, description_size = :size
+SELECT packed FROM up JOIN turns USING (id)
 """
 _ADD_TO_SESSION = f"""
 INSERT INTO sessions VALUES (
-    :id, :tenant, :explicit, :ambiguous, :created,
-    max(:now, coalesce((SELECT max(used) FROM sessions) + 0.000001, 0)), 0, :turns, :size, 0
+    :id, :tenant, :explicit, :ambiguous, :created, {USED_NOW}, :turns, :size + :described,
+    :defaults, :overrides, :metadata, :rewards, 0, 0, 0, '', 0
 )
-ON CONFLICT (id) DO UPDATE SET {USED_NOW}, turns = turns + :turns, size = size + :size,
-    ambiguous = max(ambiguous, :ambiguous)
+ON CONFLICT (id) DO UPDATE SET
+    used = excluded.used, turns = turns + :turns, size = size + :size, ambiguous = max(ambiguous, :ambiguous)
 """
-"""Count new turns of a session, which is created if there is none."""
-_NO_DESCRIPTION = (b"{}", b"{}", b"{}")
+_DESCRIBE = f"""
+{_ADD_TO_SESSION}, tenant = :tenant, explicit = :explicit, created = :created, defaults = :defaults,
+    overrides = :overrides, metadata = :metadata,
+    size = size - length(defaults) - length(overrides) - length(metadata) + :described
+""".replace("size = size + :size, ", "")
+_CANDIDATES = f"""
+SELECT turn, rollout FROM entries CROSS JOIN turns ON turns.id = turn WHERE key = ? AND ids = ?
+ORDER BY turn DESC LIMIT {FOUND_AT_MOST}
+"""
 
 
 class TurnRow(NamedTuple):
@@ -112,8 +116,8 @@ class TurnRow(NamedTuple):
     packed: bytes
 
 
-def prepare(connection: sqlite3.Connection, path: Path | None, files: TurnFiles) -> None:
-    """Make the tables where there are none, and delete the files that killed processes left.
+def prepare(connection: sqlite3.Connection, path: Path | None) -> None:
+    """Make the tables where there are none.
 
     Raises:
         StoreUnusable: the file belongs to another program, or has another version.
@@ -121,7 +125,6 @@ def prepare(connection: sqlite3.Connection, path: Path | None, files: TurnFiles)
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     application = connection.execute("PRAGMA application_id").fetchone()[0]
     if application == _APPLICATION_ID and version == SCHEMA_VERSION:
-        files.delete_unused(connection)
         return
     if application == _APPLICATION_ID:
         raise StoreUnusable(
@@ -131,75 +134,38 @@ def prepare(connection: sqlite3.Connection, path: Path | None, files: TurnFiles)
     if version or connection.execute("SELECT 1 FROM sqlite_master").fetchone():
         raise StoreUnusable(f"{path} is another program's database: name another file")
     # executescript would commit
-    for statement in filter(str.strip, _SCHEMA.split(";")):
+    for statement in filter(str.strip, _SCHEMA.split(";\n")):
         connection.execute(statement)
 
 
-def add_turns(
-    connection: sqlite3.Connection,
-    files: TurnFiles,
-    session: Session,
-    rows: Sequence[TurnRow],
-    now: float,
-    written: list[str],
-) -> int:
-    """Insert turns of one rollout and return the bytes then held; 0 if none of the turns is new.
-
-    Args:
-        written: gets the names of the files that were written.
-    """
-    new = [row for row in rows if _insert_turn(connection, files, session.id, row, written)]
-    if not new:
+def add_turns(connection: sqlite3.Connection, session: Session, rows: Sequence[TurnRow], now: float) -> int:
+    """Insert turns of one rollout, or describe it; returns the bytes then held, 0 if nothing changed."""
+    insert = "INSERT OR IGNORE INTO turns VALUES (?, ?, ?, 0, ?, ?)"
+    new = [
+        row
+        for row in rows
+        if connection.execute(
+            insert, (row.id, session.id, row.parent, row.packed_entries, row.packed)
+        ).rowcount
+    ]
+    if rows and not new:
         return 0
+    described = len(session.defaults) + len(session.overrides) + len(session.metadata)
     size = sum(len(row.packed) + len(row.packed_entries) for row in new)
-    _add_to_session(connection, session, len(new), size, now)
+    values = asdict(session) | {"turns": len(new), "size": size, "described": described, "now": now}
+    values |= {"ambiguous": session.ambiguous and bool(new), "rewards": msgspec.msgpack.encode({})}
+    connection.execute(_ADD_TO_SESSION if rows else _DESCRIBE, values)
     for row in new:
-        values = [value for key, ids in row.entries for value in (key, ids, row.id)]
-        if values:
+        values_of_row = [value for key, ids in row.entries for value in (key, ids, row.id)]
+        if values_of_row:
             # one statement: the module `sqlite3` releases the interpreter lock in each, and may wait for it
-            marks = ", ".join(["(?, ?, ?)"] * (len(values) // 3))
-            connection.execute(f"INSERT OR IGNORE INTO entries VALUES {marks}", values)
+            marks = ", ".join(["(?, ?, ?)"] * (len(values_of_row) // 3))
+            connection.execute(f"INSERT OR IGNORE INTO entries VALUES {marks}", values_of_row)
     # after all of them: a parent may follow its child
     for row in new:
         if row.parent is not None:
-            connection.execute("UPDATE turns SET open = 0, continued = 1 WHERE id = ?", (row.parent,))
-    connection.execute("UPDATE totals SET turns = turns + ?, size = size + ?", (len(new), size))
+            connection.execute("UPDATE turns SET state = 2 WHERE id = ?", (row.parent,))
     return held_bytes(connection)
-
-
-def _insert_turn(
-    connection: sqlite3.Connection, files: TurnFiles, rollout: str, row: TurnRow, written: list[str]
-) -> bool:
-    """Insert a turn, and write its file if it is long. False if it is not new."""
-    file = files.new_name(connection, row.packed)
-    insert = "INSERT OR IGNORE INTO turns VALUES (?, ?, ?, 1, 0, ?, ?, ?)"
-    values = (row.id, rollout, row.parent, row.packed_entries, file, b"" if file else row.packed)
-    inserted = bool(connection.execute(insert, values).rowcount)
-    if file is not None and inserted:
-        files.write(file, row.packed)
-        written.append(file)
-    return inserted
-
-
-def _add_to_session(
-    connection: sqlite3.Connection, session: Session, turns: int, size: int, now: float
-) -> None:
-    # most sessions have no description, and then one statement is enough
-    if _description(session) != _NO_DESCRIPTION:
-        query = "SELECT 1 FROM sessions WHERE id = ?"
-        if not connection.execute(query, (session.id,)).fetchone():
-            save_session(connection, session)
-    values = {
-        "id": session.id,
-        "tenant": session.tenant,
-        "explicit": session.explicit,
-        "ambiguous": session.ambiguous,
-        "created": session.created,
-        "now": now,
-        "turns": turns,
-        "size": size,
-    }
-    connection.execute(_ADD_TO_SESSION, values)
 
 
 def in_chunks(values: Iterable[T]) -> Iterator[list[T]]:
@@ -214,184 +180,93 @@ def question_marks(values: Sequence[object]) -> str:
     return ", ".join("?" * len(values))
 
 
-def steady_since(connection: sqlite3.Connection, clock: AgeClock, now: float, was_set: bool) -> float:
-    """Note that the clock shows `now`; returns since when it has been steady."""
-    row = connection.execute("SELECT seen, steady_since FROM clock").fetchone()
-    record = clock.next_record(ClockRecord(*row) if row else None, now, was_set)
-    connection.execute("DELETE FROM clock")
-    connection.execute("INSERT INTO clock VALUES (?, ?)", record)
-    return record.steady_since
-
-
 def held_bytes(connection: sqlite3.Connection) -> int:
     """Bytes of turns and descriptions."""
     size: int = connection.execute("SELECT size FROM totals").fetchone()[0]
     return size
 
 
-def save_session(connection: sqlite3.Connection, session: Session) -> int:
-    """Create or describe a session and return the bytes then held."""
-    query, name = "SELECT description_size FROM sessions WHERE id = ?", (session.id,)
-    before = connection.execute(query, name).fetchone()
-    size = description_size(session)
-    values = {
-        "id": session.id,
-        "tenant": session.tenant,
-        "explicit": session.explicit,
-        "created": session.created,
-        "used": session.used,
-        "size": size,
-    }
-    connection.execute(_SAVE_SESSION, values)
-    description = _description(session)
-    if description != _NO_DESCRIPTION:
-        row = (session.id, *description)
-        connection.execute("INSERT OR REPLACE INTO descriptions VALUES (?, ?, ?, ?)", row)
-    elif before is not None:
-        connection.execute("DELETE FROM descriptions WHERE id = ?", name)
-    growth = size - (before[0] if before else 0)
-    connection.execute("UPDATE totals SET size = size + ?", (growth,))
-    return held_bytes(connection)
+def read_sessions(connection: sqlite3.Connection, query: str, values: Mapping[str, Any]) -> list[Session]:
+    """The sessions that a query, which begins with `SESSIONS`, finds."""
+    rows = (dict(zip(FIELDS, row, strict=True)) for row in connection.execute(query, values))
+    return [
+        msgspec.convert({**row, "rewards": msgspec.msgpack.decode(row["rewards"])}, Session, strict=False)
+        for row in rows
+    ]
 
 
-def _description(session: Session) -> tuple[bytes, bytes, bytes]:
-    return session.defaults, session.overrides, session.metadata
+def find(connection: sqlite3.Connection, keys: Sequence[bytes]) -> dict[bytes, Found]:
+    """See `Store.find`."""
+    groups: dict[bytes, dict[bytes, tuple[int, str, int]]] = {}
+    for chunk in in_chunks(keys):
+        marks = question_marks(chunk)
+        query = f"""
+            SELECT key, ids, count(*), max(turn), 0 FROM entries WHERE key IN ({marks}) GROUP BY key, ids
+            UNION ALL SELECT key, ids, 0, '', 1 FROM evicted WHERE key IN ({marks})
+        """
+        for key, ids, count, newest, evicted in connection.execute(query, [*chunk, *chunk]):
+            before = groups.setdefault(key, {}).get(ids, (0, "", 0))
+            groups[key][ids] = (before[0] + count, newest or before[1], before[2] + evicted)
+    found = {}
+    for key, of_key in groups.items():
+        listed = []
+        for ids, (count, _, evicted) in heapq.nlargest(
+            FOUND_AT_MOST, of_key.items(), key=lambda item: item[1][1]
+        ):
+            rows = connection.execute(_CANDIDATES, (key, ids)) if count else ()
+            candidates = [Candidate(*row) for row in rows] + [Candidate("", "")] * evicted
+            listed.append(CandidateGroup(ids, count + evicted, candidates[:FOUND_AT_MOST]))
+        found[key] = Found(sum(count + evicted for count, _, evicted in of_key.values()), listed)
+    return found
 
 
-class Removed(NamedTuple):
-    """What was removed with some rollouts."""
-
-    evicted: Evicted = Evicted()
-    entries: Sequence[IndexEntry] = ()
-    """Of the turns."""
-    files: Sequence[str] = ()
-    """Of the turns: to be deleted after the transaction."""
-
-
-def remove(connection: sqlite3.Connection, rollouts: Iterable[str]) -> Removed:
-    """Remove rollouts with all their turns."""
-    removed, turns, size = 0, 0, 0
-    found_by: list[IndexEntry] = []
-    files: list[str] = []
-    for rollout in rollouts:
-        name = (rollout,)
-        session = connection.execute("SELECT turns, size FROM sessions WHERE id = ?", name).fetchone()
-        if session is None:
-            continue
-        removed, turns, size = removed + 1, turns + session[0], size + session[1]
-        query = "SELECT id, entries, file FROM turns WHERE rollout = ?"
-        for turn, packed_entries, file in connection.execute(query, name):
-            entries = unpack_entries(packed_entries)
-            delete = "DELETE FROM entries WHERE key = ? AND ids = ? AND turn = ?"
-            connection.executemany(delete, [(*entry, turn) for entry in entries])
-            found_by += entries
-            if file is not None:
-                files.append(file)
-        connection.execute("DELETE FROM turns WHERE rollout = ?", name)
-        connection.execute("DELETE FROM rewards WHERE rollout = ?", name)
-        connection.execute("DELETE FROM feed WHERE rollout = ?", name)
-        connection.execute("DELETE FROM descriptions WHERE id = ?", name)
-        connection.execute("DELETE FROM sessions WHERE id = ?", name)
-    connection.execute("UPDATE totals SET turns = turns - ?, size = size - ?", (turns, size))
-    return Removed(Evicted(removed, turns, size), found_by, files)
-
-
-def evict_step(
-    connection: sqlite3.Connection,
-    limits: Limits,
-    own: str | None,
-    oldest: float,
-    now: float,
-    read: Mapping[str, int],
-) -> Removed:
-    """Evict some rollouts last used before `oldest`, and some of the least recently used if too much is held.
+def remove(connection: sqlite3.Connection, rollout: str, pinned_at: float, limits: Limits | None) -> bool:
+    """Remove a rollout with all its turns, unless it is pinned at a time. False if it stays or there is none.
 
     Args:
-        read: the position of the feed that all consumers of a tenant have acknowledged, by tenant.
-        own: evicted last, and only if it alone exceeds the limit.
+        limits: of what is remembered of evicted turns; None remembers nothing.
     """
-    left, count = held_bytes(connection), 0
-    target = eviction_target(limits) if left > limits.max_bytes else left
-    chosen: list[str] = []
-    query = "SELECT id, used, turns, size FROM sessions WHERE pinned_until <= ? ORDER BY used, id"
-    cursor = connection.execute(query, (now,))
-    for rollout, used, turns, size in cursor:
-        if count >= STEP or (left <= target and used >= oldest):
-            break
-        if rollout != own:
-            chosen.append(rollout)
-            count += turns + 1
-            left -= size
-    cursor.close()
-    if not chosen and own is not None:
-        query = "SELECT id FROM sessions WHERE id = ? AND size > ? AND pinned_until <= ?"
-        chosen = [row[0] for row in connection.execute(query, (own, limits.max_bytes, now))]
-    if not chosen:
-        return Removed()
-    missed = 0
-    for part in in_chunks(chosen):
-        query = f"SELECT tenant, position FROM feed WHERE rollout IN ({question_marks(part)})"
-        missed += sum(
-            position > read.get(tenant, position) for tenant, position in connection.execute(query, part)
-        )
-    removed = remove(connection, chosen)
-    connection.executemany(
-        "INSERT OR REPLACE INTO evicted (key, ids) VALUES (?, ?)", list(dict.fromkeys(removed.entries))
-    )
-    last = connection.execute("SELECT max(seq) FROM evicted").fetchone()[0] or 0
-    connection.execute("DELETE FROM evicted WHERE seq <= ?", (last - limits.evicted_keys,))
-    return removed._replace(evicted=dataclasses.replace(removed.evicted, undelivered=missed))
-
-
-def session_from(row: Sequence[Any]) -> Session:
-    """A session from a row of SESSION_COLUMNS."""
-    rollout, tenant, explicit, ambiguous, created, used, turns, size, *description = row
-    return Session(
-        id=rollout,
-        tenant=tenant,
-        explicit=bool(explicit),
-        ambiguous=bool(ambiguous),
-        created=created,
-        used=used,
-        turns=turns,
-        size=size,
-        **{
-            name: value
-            for name, value in zip(("defaults", "overrides", "metadata"), description, strict=True)
-            if value is not None
-        },
-    )
+    delete = "DELETE FROM sessions WHERE id = ? AND pinned_until <= ?"
+    if not connection.execute(delete, (rollout, pinned_at)).rowcount:
+        return False
+    found_by: dict[IndexEntry, None] = {}
+    rows = connection.execute("SELECT id, entries FROM turns WHERE rollout = ?", (rollout,))
+    for turn, packed_entries in rows.fetchall():
+        entries = unpack_entries(packed_entries)
+        delete = "DELETE FROM entries WHERE key = ? AND ids = ? AND turn = ?"
+        connection.executemany(delete, [(*entry, turn) for entry in entries])
+        found_by |= dict.fromkeys(entries)
+    connection.execute("DELETE FROM turns WHERE rollout = ?", (rollout,))
+    if limits is not None:
+        connection.executemany("INSERT OR REPLACE INTO evicted (key, ids) VALUES (?, ?)", list(found_by))
+        forget = "DELETE FROM evicted WHERE seq <= (SELECT max(seq) FROM evicted) - ?"
+        connection.execute(forget, (limits.evicted_keys,))
+    return True
 
 
 def finish(
-    connection: sqlite3.Connection,
-    rollout: str,
-    cause: Cause,
-    now: float,
-    *,
-    changed: bool = False,
-    only_again: bool = False,
+    connection: sqlite3.Connection, rollout: str, cause: str, rewards: Mapping[str, float], now: float
 ) -> bool:
-    """See `Store.finish`.
-
-    Args:
-        changed: whether more than its turns changed since it was finished.
-        only_again: change nothing unless it is in the feed already.
-    """
-    query = """
-        SELECT sessions.tenant, sessions.turns, feed.turns, revision
-        FROM sessions LEFT JOIN feed ON feed.rollout = sessions.id WHERE sessions.id = ?
-    """
+    """See `Store.finish`."""
+    query = "SELECT turns, finished_turns, position, rewards FROM sessions WHERE id = ?"
     row = connection.execute(query, (rollout,)).fetchone()
     if row is None:
         return False
-    tenant, turns, finished_turns, revision = row
-    unchanged = finished_turns == turns and not changed
-    if not turns or unchanged or (only_again and revision is None):
+    turns, finished_turns, position, packed = row
+    before = msgspec.msgpack.decode(packed)
+    changed = not rewards.items() <= before.items()
+    if changed:
+        update = "UPDATE sessions SET rewards = ? WHERE id = ?"
+        connection.execute(update, (msgspec.msgpack.encode({**before, **rewards}), rollout))
+    of_turns_alone = bool(rewards) and "" not in rewards
+    if not turns or (turns == finished_turns and not changed) or (of_turns_alone and not position):
         return False
-    connection.execute("UPDATE feed_state SET last = max(last + 1, ?)", (int(now * 1e6),))
-    insert = "INSERT OR REPLACE INTO feed SELECT last, ?, ?, ?, ?, ? FROM feed_state"
-    connection.execute(insert, (rollout, tenant, (revision or 0) + 1, turns, cause))
+    connection.execute("UPDATE totals SET last = max(last + 1, ?)", (int(now * 1e6),))
+    update = """
+        UPDATE sessions SET position = (SELECT last FROM totals), revision = revision + 1, cause = ?,
+            finished_turns = turns WHERE id = ?
+    """
+    connection.execute(update, (cause, rollout))
     return True
 
 
@@ -406,43 +281,18 @@ class Kept(NamedTuple):
 
 def put(connection: sqlite3.Connection, row: Kept, now: float, most: int, before: Before) -> bool:
     """See `Store.put`. `most`: bytes that the space may hold."""
-    drop_expired(connection, row.space, now)
-    query = "SELECT value, expires > ? FROM kept WHERE space = ? AND name = ?"
-    held, valid = connection.execute(query, (now, *row[:2])).fetchone() or (b"", False)
-    if len(row.value) > most or before not in (..., held if valid else None):
+    space, name, _, value = row
+    expired = "SELECT rowid FROM kept WHERE space = ? AND expires <= ? ORDER BY expires LIMIT ?"
+    delete = "DELETE FROM kept WHERE rowid IN "
+    connection.execute(f"{delete} ({expired})", (space, now, _EXPIRED_AT_ONCE))
+    query = "SELECT value FROM kept WHERE space = ? AND name = ? AND expires > ?"
+    held = connection.execute(query, (space, name, now)).fetchone()
+    if len(value) > most or before not in (..., held[0] if held else None):
         return False
-    connection.execute("INSERT OR REPLACE INTO kept VALUES (?, ?, ?, ?)", row)
-    _grow(connection, row.space, len(row.value) - len(held))
+    connection.execute("DELETE FROM kept WHERE space = ? AND name = ?", (space, name))
+    connection.execute("INSERT INTO kept VALUES (?, ?, ?, ?)", row)
+    first = "SELECT rowid FROM kept WHERE space = ? ORDER BY expires, rowid LIMIT 1"
     query = "SELECT bytes FROM kept_bytes WHERE space = ?"
-    while connection.execute(query, (row.space,)).fetchone()[0] > most:
-        first = "SELECT rowid, length(value) FROM kept WHERE space = ? ORDER BY expires, rowid LIMIT 1"
-        _drop(connection, row.space, connection.execute(first, (row.space,)).fetchall())
+    while connection.execute(query, (space,)).fetchone()[0] > most:
+        connection.execute(f"{delete} ({first})", (space,))
     return True
-
-
-def take(connection: sqlite3.Connection, space: str, name: str, now: float) -> bytes | None:
-    """See `Store.take`."""
-    query = "SELECT rowid, length(value), value FROM kept WHERE space = ? AND name = ? AND expires > ?"
-    row = connection.execute(query, (space, name, now)).fetchone()
-    _drop(connection, space, [row[:2]] if row else [])
-    return row[2] if row else None
-
-
-def drop_expired(connection: sqlite3.Connection, space: str, now: float) -> None:
-    """Drop some of the values that expired."""
-    query = "SELECT rowid, length(value) FROM kept WHERE space = ? AND expires <= ? ORDER BY expires LIMIT ?"
-    _drop(connection, space, connection.execute(query, (space, now, STEP)).fetchall())
-
-
-def _drop(connection: sqlite3.Connection, space: str, rows: Sequence[tuple[int, int]]) -> None:
-    connection.executemany("DELETE FROM kept WHERE rowid = ?", [(number,) for number, _ in rows])
-    _grow(connection, space, -sum(size for _, size in rows))
-
-
-def _grow(connection: sqlite3.Connection, space: str, size: int) -> None:
-    if size:
-        add = """
-            INSERT INTO kept_bytes VALUES (?, ?)
-            ON CONFLICT (space) DO UPDATE SET bytes = bytes + excluded.bytes
-        """
-        connection.execute(add, (space, size))

@@ -12,7 +12,7 @@ import sqlite3
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from tokenproxy.record.store import StoreError
 from tokenproxy.store import sqlite_file
-from tokenproxy.store.sqlite_file import Connection, DatabaseFile, Work, explained, transaction
+from tokenproxy.store.sqlite_file import DatabaseFile, Work, explained, transaction
 
 T = TypeVar("T")
 
@@ -44,8 +44,6 @@ class _Job:
     work: Work[Any]
     future: "asyncio.Future[Any]"
     size: int
-    after: Callable[[Any], None] | None
-    failed: Callable[[], None] | None
     deadline: float = field(default_factory=lambda: time.monotonic() + sqlite_file.BUSY_S)
     """Until when it waits for the lock."""
 
@@ -68,14 +66,8 @@ class MemoryDatabase:
     async def aclose(self) -> None:
         """Nothing: the data stay as long as this object."""
 
-    async def write(
-        self,
-        work: Work[T],
-        size: int = 0,
-        after: Callable[[T], None] | None = None,
-        failed: Callable[[], None] | None = None,
-    ) -> T:
-        """The result of `work`, run in a transaction. It has no files, which `after` and `failed` are for."""
+    async def write(self, work: Work[T], size: int = 0) -> T:
+        """The result of `work`, run in a transaction."""
         with explained("memory:"), transaction(self._connection, 0.0):
             return work(self._connection)
 
@@ -98,7 +90,6 @@ class Database:
         self._checkpoint: Future[None] | None = None
         self._logged = 0
         """Bytes in the log since the last checkpoint, roughly."""
-        self._idle: queue.SimpleQueue[Connection] = queue.SimpleQueue()
 
     async def open(self, prepare: Work[None]) -> None:
         """Connect, let `prepare` create the tables, and start the threads.
@@ -107,16 +98,17 @@ class Database:
             StoreError: the file cannot be opened, or `prepare` refuses it.
         """
         file = DatabaseFile(self._path, prepare)
-        connection = await asyncio.to_thread(self._open, file)
-        self._file = file
+        readers = ThreadPoolExecutor(_READERS, "store-read")
+        try:
+            await asyncio.get_running_loop().run_in_executor(readers, self._read, file, _nothing)
+        except BaseException:  # whatever it was, nobody else closes the file
+            readers.shutdown(wait=False)
+            file.close()
+            raise
+        self._file, self._readers = file, readers
         # daemon: a process that forgot `aclose` must be able to end
-        self._writer = threading.Thread(
-            target=self._serve, args=(file, connection), name="store-write", daemon=True
-        )
+        self._writer = threading.Thread(target=self._serve, args=(file,), name="store-write", daemon=True)
         self._writer.start()
-        self._readers = ThreadPoolExecutor(_READERS, "store-read")
-        for _ in range(_READERS):
-            self._idle.put(Connection(file, waits=True))
 
     async def aclose(self) -> None:
         """Finish the writes that wait, then close the file."""
@@ -128,29 +120,19 @@ class Database:
             await asyncio.to_thread(self._checkpoints.shutdown)
         if readers is not None:
             await asyncio.to_thread(readers.shutdown)
-            while not self._idle.empty():
-                self._idle.get().close()
         if file is not None:
             await asyncio.to_thread(file.close)
 
-    async def write(
-        self,
-        work: Work[T],
-        size: int = 0,
-        after: Callable[[T], None] | None = None,
-        failed: Callable[[], None] | None = None,
-    ) -> T:
+    async def write(self, work: Work[T], size: int = 0) -> T:
         """Run `work` in a transaction that it may share with other writes; returns after the commit.
 
         Args:
             size: bytes that it writes, where they are many.
-            after: runs in the writer's thread after the commit, with the result; also if the caller has left.
-            failed: runs there after `work` was rolled back for good.
         """
         if self._writer is None:
             raise StoreError(f"{self._path} is not open")
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._jobs.put(_Job(work, future, size, after, failed))
+        self._jobs.put(_Job(work, future, size))
         return await future
 
     async def read(self, work: Work[T]) -> T:
@@ -159,32 +141,17 @@ class Database:
             raise StoreError(f"{self._path} is not open")
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, self._file, work)
 
-    def _open(self, file: DatabaseFile) -> Connection:
-        connection = Connection(file, waits=False)
-        try:
-            with explained(self._path):
-                connection.get()
-        except BaseException:  # whatever it was, the caller gets no connection, so it cannot close the file
-            file.close()
-            raise
-        return connection
-
     def _read(self, file: DatabaseFile, work: Work[T]) -> T:
-        reader = self._idle.get()
-        try:
-            with explained(self._path), reader.distrusted_on_error():
-                connection = reader.get()
-                connection.execute("BEGIN")
-                try:
-                    return work(connection)
-                finally:
-                    # some errors end the transaction by themselves
-                    if connection.in_transaction:
-                        connection.execute("ROLLBACK")
-        finally:
-            self._idle.put(reader)
+        with explained(self._path), file.connection(waits=True) as connection:
+            connection.execute("BEGIN")
+            try:
+                return work(connection)
+            finally:
+                # some errors end the transaction by themselves
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
 
-    def _serve(self, file: DatabaseFile, connection: Connection) -> None:
+    def _serve(self, file: DatabaseFile) -> None:
         """Run in the writer's thread: commit the jobs in groups until a None arrives."""
         more = True
         while more:
@@ -199,9 +166,8 @@ class Database:
                 job = self._jobs.get()
             more = job is not None
             if group:
-                self._commit(file, connection, group)
+                self._commit(file, group)
                 self._checkpoint_if_due(file, sum(job.size + _WRITE_BYTES for job in group))
-        connection.close()
 
     def _checkpoint_if_due(self, file: DatabaseFile, size: int) -> None:
         self._logged += size
@@ -209,36 +175,34 @@ class Database:
             self._logged = 0
             self._checkpoint = self._checkpoints.submit(_copy_log, file)
 
-    def _commit(self, file: DatabaseFile, connection: Connection, group: Sequence[_Job]) -> None:
+    def _commit(self, file: DatabaseFile, group: Sequence[_Job]) -> None:
         """All in one transaction; if that fails, each in its own, so that one cannot spoil the others."""
         try:
-            with explained(self._path), connection.distrusted_on_error():
-                results = _run(connection, group)
+            with explained(self._path):
+                results = _run(file, group)
         except Exception as error:  # noqa: BLE001 - the boundary of the thread: the futures get it
             if len(group) == 1 or isinstance(error.__cause__, sqlite3.OperationalError):
-                for job in group:
-                    if job.failed is not None:
-                        job.failed()
                 _settle([(job.future, None, error) for job in group])
             else:
                 for job in group:
-                    self._commit(file, connection, [job])
+                    self._commit(file, [job])
         else:
-            for job, result in zip(group, results, strict=True):
-                if job.after is not None:
-                    job.after(result)
             _settle([(job.future, result, None) for job, result in zip(group, results, strict=True)])
 
 
-def _run(connection: Connection, group: Sequence[_Job]) -> list[Any]:
+def _run(file: DatabaseFile, group: Sequence[_Job]) -> list[Any]:
     """Run jobs in one transaction, in the file that has the name after the commit."""
     for _ in range(_REPLACED_AT_MOST):
-        opened = connection.get()
-        with transaction(opened, group[0].deadline):
-            results = [job.work(opened) for job in group]
-        if not connection.moved():
-            return results
+        with file.connection(waits=False) as connection:
+            with transaction(connection, group[0].deadline):
+                results = [job.work(connection) for job in group]
+            if not file.moved():
+                return results
     raise StoreError("the file of the store is deleted again and again")
+
+
+def _nothing(connection: sqlite3.Connection) -> None:
+    """To open the file is all."""
 
 
 def _copy_log(file: DatabaseFile) -> None:

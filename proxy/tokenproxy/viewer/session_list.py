@@ -3,13 +3,12 @@
 A page is read from the store for each request: nothing is kept between requests.
 """
 
-import asyncio
-from collections.abc import Sequence
+import math
 from typing import Any
 
 import msgspec
 
-from tokenproxy.record.store import Cursor, Session, Store, session_id
+from tokenproxy.record.store import Session, Store, session_id
 from tokenproxy.samples.tree import parsed
 from tokenproxy.samples.turn_json import session_fields
 
@@ -20,21 +19,21 @@ _MOST_SEARCHED = 5000
 
 
 async def list_sessions(
-    store: Store, tenant: str, search: str, before: Cursor | None, limit: int
+    store: Store, tenant: str, search: str, before: float, limit: int
 ) -> tuple[list[Session], Session | None]:
     """Sessions of a tenant that are found by a search.
 
     Args:
         search: a part of the name, or of `KEY=VALUE` of the metadata, in any case; empty for all. The session
             with exactly this name is on the first page, however long ago it was used.
-        before: only those after this place in the order; None for the first page.
+        before: only those with a smaller `used`; infinite for the first page.
 
     Returns:
         at most `limit` sessions and that one, and the session after which the next page begins; None if there
         is no more.
     """
     found: list[Session] = []
-    if search and before is None:
+    if search and math.isinf(before):
         exact = await store.session(session_id(tenant, search))
         found += [exact] if exact is not None and exact.tenant == tenant else []
     size = _SEARCHED if search else limit
@@ -47,14 +46,8 @@ async def list_sessions(
                 return found, session
         if len(page) < size:
             return found, None
-        before = Cursor(page[-1].used, page[-1].id)
+        before = page[-1].used
     return found, page[-1]
-
-
-async def rows_of(store: Store, sessions: Sequence[Session]) -> list[dict[str, Any]]:
-    """The rows of sessions, with their rewards."""
-    rewards = await asyncio.gather(*(store.rewards(session.id) for session in sessions))
-    return [describe(session, found.get("")) for session, found in zip(sessions, rewards, strict=True)]
 
 
 def describe(session: Session, reward: float | None) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class SessionRoute(StoreRoute):
         if session is None:
             raise unknown_session(name)
         turns = await store.turns(session.id) if self.needs_turns(request, session) else []
-        return await self.show(request, services, Recording(session, turns, await store.rewards(session.id)))
+        return await self.show(request, services, Recording(session, turns, session.rewards))
 
     def needs_turns(self, request: Request, session: Session) -> bool:
         """Whether the response depends on the turns."""

@@ -201,7 +201,7 @@ async def _read_or_wait(requested: _FeedRequest, tenant: str, services: Services
     store, watch = services.store, services.history.feed_watch
     deadline = time.monotonic() + requested.wait_s
     start = await _start(requested, tenant, store)
-    end = (await store.feed_state()).end
+    end = (await store.feed(2**62, limit=0)).end
     # a store that was lost may have given greater positions
     position = min(start, end)
     while True:
@@ -220,7 +220,7 @@ async def _read_or_wait(requested: _FeedRequest, tenant: str, services: Services
                 grown = await watch.wait(end, min(left, _STOP_CHECK_S))
         if time.monotonic() > deadline:
             return step
-        end = (await store.feed_state()).end
+        end = (await store.feed(2**62, limit=0)).end
 
 
 async def _start(requested: _FeedRequest, tenant: str, store: Store) -> int:
@@ -247,18 +247,18 @@ async def _acknowledged(store: Store, tenant: str, name: str) -> Acknowledged | 
 
 
 def _shown(rollout: ReadRollout, layout: Layout) -> msgspec.Raw:
-    entry = rollout.entry
+    session = rollout.session
     return msgspec.Raw(
         msgspec.json.encode(
             {
-                "rollout": entry.session.name,
-                "revision": entry.revision,
-                "cause": entry.cause,
-                "finished": entry.position / 1e6,
-                "metadata": msgspec.Raw(entry.session.metadata),
+                "rollout": session.name,
+                "revision": session.revision,
+                "cause": session.cause,
+                "finished": session.position / 1e6,
+                "metadata": msgspec.Raw(session.metadata),
                 "samples": [layout.row(sample) for sample in rollout.samples],
                 "refused": rollout.refused,
-                "cursor": str(entry.position),
+                "cursor": str(session.position),
             }
         )
     )

@@ -9,7 +9,6 @@ The first of these names the session:
 All of them name explicit sessions of the request's tenant.
 """
 
-import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -23,7 +22,7 @@ from tokenproxy.base.http import Request, query_pairs, query_value, query_values
 from tokenproxy.base.request import SessionRef
 from tokenproxy.base.types import Fields
 from tokenproxy.formats.base import SessionFields
-from tokenproxy.record.store import Cursor, Session, StoreError, session_id
+from tokenproxy.record.store import Session, StoreError, session_id
 from tokenproxy.samples.layouts import LAYOUTS, Layout
 from tokenproxy.samples.samples import Shared
 from tokenproxy.turn.services import Services
@@ -165,21 +164,17 @@ def number(name: str, text: str) -> float:
     return float(text)
 
 
-def requested_page(request: Request) -> tuple[int, Cursor | None]:
+def requested_page(request: Request) -> tuple[int, float]:
     """The parameters `limit` and `before`, which is the field `next` or a time."""
     limit = number("limit", query_value(request, "limit", "100"))
     if not 1 <= limit <= _MOST_LISTED:
         raise BadRequest(f"`limit` must be between 1 and {_MOST_LISTED}", param="limit")
-    used, _, last = query_value(request, "before", "").partition(":")
-    seconds = number("before", used or "inf")
-    if math.isinf(seconds):
-        return int(limit), None
-    return int(limit), Cursor(seconds, session_id(request.tenant, last) if last else "")
+    return int(limit), number("before", query_value(request, "before", "") or "inf")
 
 
 def next_page(last: Session) -> str:
     """The `before` of the page after a session."""
-    return f"{last.used!r}:{last.name}"
+    return repr(last.used)
 
 
 def requested_shared(request: Request) -> Shared:

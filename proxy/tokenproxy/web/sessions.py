@@ -143,12 +143,14 @@ class SessionReward(SessionRoute):
         store, session, rewards = services.store, found.session, _rewards(parse(request.body))
         if unknown := sorted(rewards.keys() - {"", *(turn.id for turn in found.turns)}):
             raise BadRequest(f"the session has no turn {unknown[0]!r}", param="turn")
-        if not await store.set_rewards(session.id, rewards):
+        await store.finish(session.id, Cause.REWARD, rewards)
+        rewarded = await store.session(session.id)
+        if rewarded is None:
             raise unknown_session(session.name)
         services.history.feed_watch.notify()
         if "" in rewards:
             services.fleet.conversations.end(session.id)
-        stored: dict[str, Any] = {"id": session.name, "rewards": await store.rewards(session.id)}
+        stored: dict[str, Any] = {"id": session.name, "rewards": rewarded.rewards}
         return json_response({**stored, "warning": _AMBIGUOUS} if session.ambiguous else stored)
 
 
@@ -214,8 +216,10 @@ async def _save(request: Request, services: Services) -> Response:
     name = check_name(read(fields, field, str) or f"session-{new_id()}", field)
     rollout, described, now = session_id(request.tenant, name), _description(fields), time.time()
     before = await store.session(rollout)
-    session = before or Session(id=rollout, tenant=request.tenant, created=now, used=now)
-    session = msgspec.structs.replace(session, used=now, **described)
+    if before is None:
+        session = Session(id=rollout, tenant=request.tenant, created=now, **described)
+    else:
+        session = msgspec.structs.replace(before, **described)
     size = len(session.defaults) + len(session.overrides) + len(session.metadata)
     if described and size > MAX_DESCRIPTION_BYTES:
         largest = max(described, key=lambda field: len(described[field]))
@@ -224,9 +228,7 @@ async def _save(request: Request, services: Services) -> Response:
             f"{MAX_DESCRIPTION_BYTES} bytes, these take {size}",
             param=largest,
         )
-    await store.save_session(session)
-    # the most recently used one, even if the clock was set back
-    await store.pin(session.id, 0.0)
+    await store.add(session)
     saved = await store.session(session.id)
     return json_response(_described(saved or session), 201 if before is None else 200)
 

@@ -20,7 +20,7 @@ from tokenproxy.turn.services import Services
 from tokenproxy.viewer.drift import Basis, drift_lane
 from tokenproxy.viewer.page import PAGE, StaticFile, load_files
 from tokenproxy.viewer.recording import Recording
-from tokenproxy.viewer.session_list import list_sessions, rows_of
+from tokenproxy.viewer.session_list import describe, list_sessions
 from tokenproxy.viewer.tokens import encode_tokens
 from tokenproxy.viewer.tree import session_tree
 from tokenproxy.web.base import Route, SessionRoute, StoreRoute
@@ -111,7 +111,8 @@ class ViewerSessions(StoreRoute):
         search = query_value(request, "search", "")
         found, last = await list_sessions(store, request.tenant, search, before, limit)
         following = next_page(last) if last is not None else None
-        page = {"object": "list", "data": await rows_of(store, found), "next": following}
+        rows = [describe(session, session.rewards.get("")) for session in found]
+        page = {"object": "list", "data": rows, "next": following}
         return json_response(page, headers=_JSON_DATA)
 
 

@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.store_utils import add, digest_of, make_turn, opened
-from tokenproxy.record.store import Candidate, Store, Usage
+from tests.support.store_utils import Usage, add, digest_of, make_turn, opened, usage
+from tokenproxy.record.store import Candidate, Store
 
 _ROOT = Path(__file__).parents[3]
 _PROCESSES = 8
@@ -45,7 +45,7 @@ async def test_nothing_is_lost_between_eight_writers(shared_url: str) -> None:
         assert sorted(session.id for session in sessions) == expected
         assert [session.turns for session in sessions] == [10] * 24
         size = sum(session.size for session in sessions)
-        assert await store.usage() == Usage(24, 240, size)
+        assert await usage(store) == Usage(24, 240, size)
         for rollout in expected:
             turns = await store.turns(rollout)
             assert await store.path(turns[-1].id) == turns
@@ -62,7 +62,7 @@ async def test_the_sums_are_right_while_all_processes_evict(shared_url: str) -> 
         sessions = await store.sessions(limit=1000)
         held = [turn.id for session in sessions for turn in await store.turns(session.id)]
         size = sum(session.size for session in sessions)
-        assert await store.usage() == Usage(len(sessions), len(held), size)
+        assert await usage(store) == Usage(len(sessions), len(held), size)
         assert 0 < size <= limit
         found = await _found(store, added)
         assert [turn for turn, each in found.items() if each.turn] == [turn for turn in added if turn in held]

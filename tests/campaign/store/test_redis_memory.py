@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from tests.support.redis_server import run_redis
-from tests.support.store_utils import add, entry, make_session, make_turn, opened
+from tests.support.store_utils import add, entry, make_session, make_turn, opened, usage
 from tests.support.utils import wait_until
 from tokenproxy.record.turn import Turn, pack_ids, pack_logprobs
 
@@ -44,7 +44,7 @@ async def test_the_documented_bound_holds(tmp_path: Path, count: int, logprobs: 
         async with opened(url) as store:
             # what is there once, such as the scripts
             await add(store, make_turn("first"), entry("first", "ids"))
-            counted_at_start = (await store.usage()).size
+            counted_at_start = (await usage(store)).size
         # connections take memory too: none is open but this one
         start = client.info("memory")["used_memory"]
         async with opened(url) as store:
@@ -57,7 +57,7 @@ async def test_the_documented_bound_holds(tmp_path: Path, count: int, logprobs: 
                 parent = turn.id
                 entries = [entry(f"{turn.id}a", "i"), entry(f"{turn.id}b", "i"), entry(f"{turn.id}c")]
                 await store.add(make_session(rollout, tenant="t" * 16), [turn], [entries])
-            counted = (await store.usage()).size - counted_at_start
+            counted = (await usage(store)).size - counted_at_start
         wait_until(lambda: client.info("clients")["connected_clients"] == 1)
         used = client.info("memory")["used_memory"] - start
     print(f"{used / turns:.0f} bytes a turn, {counted / turns:.0f} counted")

@@ -144,4 +144,4 @@ def test_a_file_that_is_taken_away(mortal: FakeVllm, tmp_path: Path, replaced: b
         assert ("replaced" if replaced else "deleted") in log.read_text()
         with closing(sqlite3.connect(file)) as connection:
             assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-            assert connection.execute("SELECT turns FROM totals").fetchone() == (40,)
+            assert connection.execute("SELECT count(*) FROM turns").fetchone() == (40,)

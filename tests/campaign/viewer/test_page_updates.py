@@ -1,6 +1,7 @@
 """What a reader has chosen stays while sessions change, and what changed is shown."""
 
 from typing import Any
+from unittest import mock
 
 from tests.support.trees import child, root
 from tests.support.viewer.browser import Viewer
@@ -11,10 +12,9 @@ _EMPTY: dict[str, Any] = {"message": b"{}", "messages": b"[]"}
 
 
 async def _record(store: Store, turn: Turn, used: float) -> None:
-    """Record a turn, and when its session was last used."""
-    session = Session(id=turn.rollout, created=1.0, used=used)
-    await store.add(session, [turn], [[]])
-    await store.save_session(session)
+    """Record a turn, used at a time."""
+    with mock.patch("time.time", lambda: used):
+        await store.add(Session(id=turn.rollout, created=1.0), [turn], [[]])
 
 
 async def _three_sessions(store: Store, prefix: str) -> list[Turn]:

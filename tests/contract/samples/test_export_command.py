@@ -12,6 +12,7 @@ from tests.support.store_utils import opened
 from tests.support.trees import add_rollouts
 from tokenproxy.cli.main import main
 from tokenproxy.record.store import StoreError
+from tokenproxy.record.turn import Turn
 from tokenproxy.samples.layouts import LAYOUTS
 from tokenproxy.store.sqlite import SqliteStore
 
@@ -105,14 +106,14 @@ def test_an_export_that_fails_leaves_the_older_file(
 ) -> None:
     out = out.with_suffix(suffix)
     out.write_text("older")
-    rewards = SqliteStore.rewards
+    turns = SqliteStore.turns
 
-    async def fail(store: SqliteStore, rollout: str) -> dict[str, float]:
+    async def fail(store: SqliteStore, rollout: str) -> list[Turn]:
         if rollout == "t/x":  # the older one: the second to be read
             raise error
-        return await rewards(store, rollout)
+        return await turns(store, rollout)
 
-    monkeypatch.setattr(SqliteStore, "rewards", fail)
+    monkeypatch.setattr(SqliteStore, "turns", fail)
     assert main(["export", "--store", url, "--out", str(out)]) == 1
     assert capsys.readouterr().err == f"tokenproxy: {error}\n"
     assert (out.read_text(), list(out.parent.iterdir())) == ("older", [out])

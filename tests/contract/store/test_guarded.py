@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from tests.support.store_utils import add, digest_of, entry, make_session, make_turn
+from tests.support.store_utils import add, digest_of, entry, make_session, make_turn, usage
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.store import (
     Cause,
@@ -118,8 +118,8 @@ async def test_calls_are_skipped_after_failures_and_tried_in_the_background(
     store: GuardedStore, inner: Patient
 ) -> None:
     await add(store, make_turn())
-    inner.errors = dict.fromkeys(("find", "get", "feed_state"), _BROKEN)
-    for call in (store.find([digest_of("k")]), store.get("x", ["a"]), store.feed_state()):
+    inner.errors = dict.fromkeys(("find", "get", "feed"), _BROKEN)
+    for call in (store.find([digest_of("k")]), store.get("x", ["a"]), store.feed(0, limit=0)):
         with pytest.raises(StoreError, match="out of order"):
             await call
     calls = [call for call in inner.calls if call != "find"]
@@ -127,7 +127,7 @@ async def test_calls_are_skipped_after_failures_and_tried_in_the_background(
         store.find([digest_of("k")]),
         store.release("x"),  # what cannot be read is not written either
         store.put("x", "a", b"{}"),
-        store.feed_state(),
+        store.feed(0, limit=0),
         store.finish("r", Cause.END),
     ):
         with pytest.raises(StoreSkipped, match="out of order"):
@@ -209,13 +209,13 @@ async def test_turns_that_wait_are_found_as_if_they_were_recorded(
     # what is not complete is neither changed nor shown to the feed's readers
     for call in (
         store.delete("r"),
-        store.set_rewards("r", {"": 1.0}),
-        store.save_session(make_session("r")),
+        store.finish("r", Cause.REWARD, {"": 1.0}),
+        store.add(make_session("r")),
         store.finish("r", Cause.END),
     ):
         with pytest.raises(StoreStalled, match="still to be recorded"):
             await call
-    assert await store.finished(0, limit=9) == []
+    assert (await store.feed(0, limit=9)).sessions == []
     # while the store cannot be read, what waits here alone decides nothing
     inner.errors["find"] = _BROKEN
     with pytest.raises(StoreError):
@@ -224,9 +224,9 @@ async def test_turns_that_wait_are_found_as_if_they_were_recorded(
     inner.held.clear()
     await _well(store)
     assert await store.path(last.id) == chain == await store.turns("r")
-    assert await store.set_rewards("r", {"": 1.0})
-    [finished] = await store.finished(0, limit=9)
-    assert finished.session.turns == 4
+    assert await store.finish("r", Cause.REWARD, {"": 1.0})
+    [finished] = (await store.feed(0, limit=9)).sessions
+    assert finished.turns == 4
 
 
 @pytest.mark.parametrize("leaves", [False, True])
@@ -280,7 +280,7 @@ async def test_what_waits_at_the_end_is_recorded_or_counted(
         inner.held.clear()
     await closing
     assert store.health().lost_turns == gone
-    assert (await inner.store.usage()).turns == (not gone)
+    assert (await usage(inner.store)).turns == (not gone)
 
 
 async def test_a_turn_that_is_refused_keeps_no_other_waiting(store: GuardedStore, inner: Patient) -> None:

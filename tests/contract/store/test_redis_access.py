@@ -13,7 +13,7 @@ import redis
 
 from tests.support.ports import held_port
 from tests.support.redis_server import run_redis
-from tests.support.store_utils import add, digest_of, entry, make_turn, opened
+from tests.support.store_utils import add, digest_of, entry, make_turn, opened, usage
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.store import Cause, Limits, StoreError
 from tokenproxy.store import redis_scripts
@@ -77,14 +77,15 @@ async def test_a_user_with_the_documented_rights(tmp_path: Path) -> None:
             assert await store.path(turn.id) == await store.turns("r") == [turn]
             assert await store.newest("r", 1) == [turn.id]
             await store.pin("r", time.time() + 0.001)
-            assert len(await store.sessions(limit=9)) == 1 and await store.set_rewards("r", {"x": 1.0})
+            assert len(await store.sessions(limit=9)) == 1
+            assert await store.finish("r", Cause.REWARD, {"": 1.0})
+            assert (await store.feed(0, limit=1, tenant="")).waiting == 1
             assert await store.put("x", "d", b"{}") and await store.get("x")
             assert await store.take("x", "d") == b"{}"
-            assert await store.finish("r", Cause.END) and (await store.feed_state("", 0)).waiting == 1
             for number in range(30):
                 await add(store, make_turn(f"r{number}", completion=os.urandom(3000)), entry(f"{number}"))
             await store.evict()
-            assert (await store.usage()).turns < 31
+            assert (await usage(store)).turns < 31
         with redis.Redis(port=port, username="tokenproxy", password="word") as client:
             for forbidden in ("GET another:key", "FLUSHALL"):
                 with pytest.raises(redis.exceptions.NoPermissionError):
@@ -137,5 +138,5 @@ async def test_a_full_server_is_not_recorded_to_until_it_has_memory(tmp_path: Pa
             while store.health().state != "ok":  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         assert store.health().queued_turns == store.health().lost_turns == 0
-        assert (await store.usage()).turns == len(turns) - 1
+        assert (await usage(store)).turns == len(turns) - 1
         await store.aclose()

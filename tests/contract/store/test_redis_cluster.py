@@ -10,8 +10,8 @@ from redis.crc import key_slot
 
 from tests.support.redis_cluster import run_cluster
 from tests.support.redis_server import run_sentinel
-from tests.support.store_utils import add, digest_of, entry, make_session, make_turn, opened
-from tokenproxy.record.store import Limits, StoreError, StoreUnusable
+from tests.support.store_utils import add, digest_of, entry, make_session, make_turn, opened, usage
+from tokenproxy.record.store import Cause, Limits, StoreError, StoreUnusable
 from tokenproxy.store.urls import make_store
 
 
@@ -25,20 +25,20 @@ async def test_a_session_is_in_one_slot_and_leaves_no_names(redis_url: str) -> N
         before = _names(client)
         session, turns = make_session("t/r", tenant="t"), [make_turn("t/r"), make_turn("t/r")]
         await store.add(session, turns, [[entry("a", "ids"), entry("b")], [entry("b")]])
-        await store.set_rewards("t/r", {"": 1.0})
+        await store.finish("t/r", Cause.REWARD, {"": 1.0})
         await store.pin("t/r", 2e9)
         await store.claim(digest_of("a"), digest_of("ids"))
         own = [key for key in _names(client) if b"{s/t/r}" in key]
         assert len(own) == 3 and len({key_slot(key) for key in own}) == 1
         await store.delete("t/r")
         left = {key.rpartition(b":")[2] for key in _names(client) - before}
-        assert left <= {b"totals", b"state"}
+        assert left <= {b"totals"}
     client.close()
 
 
 async def test_what_another_version_wrote_is_refused(redis_url: str) -> None:
     with redis.Redis.from_url(redis_url) as client:
-        for name, value in (("version", "2"), ("partitions", "16")):
+        for name, value in (("version", "3"), ("partitions", "16")):
             client.flushdb()
             client.set(f"tokenproxy:{name}", value)
             with pytest.raises(StoreUnusable, match="export them with the program that wrote them"):
@@ -68,9 +68,7 @@ async def test_a_cluster_of_three(tmp_path: Path, redis_port: int) -> None:
         assert all(len(master.call("KEYS", "*}:turns")) > 5 for master in cluster.masters)
         async with opened(f"redis+cluster://127.0.0.1:1,127.0.0.1:{cluster.masters[1].port}") as store:
             assert (
-                (await store.find([digest_of("k")]))[digest_of("k")].total
-                == (await store.usage()).turns
-                == 60
+                (await store.find([digest_of("k")]))[digest_of("k")].total == (await usage(store)).turns == 60
             )
             assert [await store.path(turn.id) for turn in turns] == [[turn] for turn in turns]
         for wrong, message in (

@@ -1,4 +1,4 @@
-"""What only SQLite has: files with modes, locks, and long turns in files of their own."""
+"""What only SQLite has: files with modes, and locks."""
 
 import asyncio
 import os
@@ -12,11 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.store_utils import add, make_turn, opened
-from tokenproxy.record.store import Limits, StoreError
+from tests.support.store_utils import add, make_turn, opened, usage
+from tokenproxy.record.store import StoreError
 from tokenproxy.store import sqlite_file
-
-_LONG = os.urandom(100_000)
 
 
 @pytest.fixture
@@ -29,32 +27,19 @@ def url(database: Path) -> str:
     return f"sqlite://{database}"
 
 
-def _files(database: Path) -> list[Path]:
-    """The files of long turns."""
-    return sorted(database.with_name("x.db-turns").glob("*"))
-
-
 def _modes(folder: Path) -> dict[str, int]:
     return {path.name: stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.iterdir())}
-
-
-def _open_up(database: Path) -> None:
-    database.chmod(0o660)
-    database.with_name("x.db-turns").rmdir()
 
 
 async def test_only_its_user_may_read_a_store_unless_its_file_allows_more(database: Path, url: str) -> None:
     before = os.umask(0o022)  # it lets everybody read what is created
     try:
-        for mode, folder in ((0o600, 0o700), (0o660, 0o770)):
+        for mode in (0o600, 0o660):
             async with opened(url) as store:
-                await add(store, make_turn(appended=_LONG))
-                expected = {"folder": 0o700, "x.db-turns": folder}
-                expected |= dict.fromkeys(("x.db", "x.db-wal", "x.db-shm"), mode)
+                await add(store, make_turn())
+                expected = {"folder": 0o700, **dict.fromkeys(("x.db", "x.db-wal", "x.db-shm"), mode)}
                 assert _modes(database.parent) == expected
-                assert set(_modes(_files(database)[0].parent).values()) == {mode, folder}
-                await store.delete("r")
-            _open_up(database)
+            await asyncio.to_thread(database.chmod, 0o660)
     finally:
         os.umask(before)
 
@@ -81,33 +66,7 @@ async def test_a_write_waits_for_a_lock_of_another_program(
                 assert re.search(rf"{database}: .*locked.*held the write lock for 0\.05 s", str(error))
             assert len(await store.turns("r")) == 1
         await add(store, make_turn())
-        assert (await store.usage()).turns == 2
-
-
-async def test_files_are_deleted_with_their_turns(database: Path, url: str) -> None:
-    async with opened(url, Limits(max_bytes=350_000)) as store:
-        turn = make_turn("deleted", appended=_LONG)
-        for _ in range(2):  # it may come again
-            await add(store, turn)
-            assert len(await store.turns("deleted")) == len(_files(database)) == 1
-            await store.delete("deleted")
-            assert _files(database) == []
-        for rollout in "abcdefgh":
-            await add(store, make_turn(rollout, appended=_LONG))
-        left = await store.sessions(limit=10)
-        assert 1 < len(left) == len(_files(database)) < 8
-
-
-async def test_a_turn_whose_file_is_lost_is_ignored(database: Path, url: str) -> None:
-    long = make_turn(appended=_LONG)
-    short = make_turn(parent=long.id)
-    async with opened(url) as store:
-        await add(store, long)
-        await add(store, short)
-    async with opened(url) as store:
-        assert await store.path(short.id) == await store.turns("r") == [long, short]
-        _files(database)[0].unlink()
-        assert (await store.path(short.id), await store.turns("r")) == ([], [short])
+        assert (await usage(store)).turns == 2
 
 
 async def test_a_process_that_is_killed_loses_no_long_turn(url: str) -> None:

@@ -96,7 +96,7 @@ async def test_a_file_of_another_version_or_program(tmp_path: Path) -> None:
         pass
     with closing(sqlite3.connect(file)) as connection:
         connection.execute("PRAGMA user_version = 77")
-    await _refused(f"sqlite://{file}", str(file), "version 77 ", "version 4", "move the file away")
+    await _refused(f"sqlite://{file}", str(file), "version 77 ", "version 5", "move the file away")
     with closing(sqlite3.connect(theirs)) as connection:
         connection.execute("CREATE TABLE theirs (x)")
         await _refused(f"sqlite://{theirs}", str(theirs), "another program's")
@@ -136,7 +136,7 @@ async def test_a_wrong_password(tmp_path: Path) -> None:
 async def test_keys_of_another_version(redis_url: str) -> None:
     with redis.Redis.from_url(redis_url) as client:
         client.set("tokenproxy:version", "77")
-    await _refused(redis_url, redis_url, "another version", "version 3", "delete these keys")
+    await _refused(redis_url, redis_url, "another version", "version 4", "delete these keys")
 
 
 async def test_idle_connections_that_the_server_closed(redis_url: str, redis_port: int) -> None:

@@ -1,13 +1,12 @@
-"""The feed of finished rollouts: what `FeedStore` promises, for every store alike."""
+"""The feed of finished rollouts: what `Store` promises, for every store alike."""
 
 import asyncio
 import time
 
 import pytest
-from msgspec.structs import replace
 
 from tests.support.store_utils import add, make_session, make_turn, opened
-from tokenproxy.record import consumers
+from tokenproxy.record import consumers, feed
 from tokenproxy.record.consumers import Consumer
 from tokenproxy.record.store import Cause, Evicted, Limits, Store
 
@@ -26,21 +25,20 @@ async def _finish(store: Store, *rollouts: str) -> None:
 
 async def _read(store: Store, after: int = 0, tenant: str | None = None) -> list[tuple[str, int]]:
     """Rollouts and revisions after a position."""
-    found = await store.finished(after, limit=1000, tenant=tenant)
+    found = (await store.feed(after, limit=1000, tenant=tenant)).sessions
     assert [each.position for each in found] == sorted({each.position for each in found})
-    return [(each.session.id, each.revision) for each in found]
+    return [(each.id, each.revision) for each in found]
 
 
 async def test_nothing_without_turns_is_finished(store: Store) -> None:
     await _add(store, "r")
     assert await consumers.acknowledged(store, "", "c") is None
     assert not await consumers.forget(store, "", "c")
-    await store.save_session(make_session("empty", used=1.0))
+    await store.add(make_session("empty"))
     for name in ("empty", "missing"):
         assert not await store.finish(name, Cause.END)
-    await store.set_rewards("empty", {"": 1.0})
-    await store.finish_idle(2.0, 10)
-    assert (await _read(store), (await store.feed_state()).end) == ([], 0)
+    await store.finish("empty", Cause.REWARD, {"": 1.0})
+    assert (await _read(store), (await store.feed(2**62, limit=0)).end) == ([], 0)
 
 
 async def test_the_order_is_that_of_finishing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,13 +46,13 @@ async def test_the_order_is_that_of_finishing(store: Store, monkeypatch: pytest.
     before = int(time.time() * 1e6)
     await _finish(store, "b", "c", "a")
     assert await _read(store) == [("b", 1), ("c", 1), ("a", 1)]
-    found = await store.finished(0, limit=2)
-    assert [each.session for each in found] == [await store.session("b"), await store.session("c")]
+    found = (await store.feed(0, limit=2)).sessions
+    assert found == [await store.session("b"), await store.session("c")]
     assert [each.cause for each in found] == [Cause.END] * 2
     assert await _read(store, found[-1].position) == [("a", 1)]
-    last = (await store.feed_state()).end
+    last = (await store.feed(2**62, limit=0)).end
     assert before <= found[0].position < last
-    assert await store.finished(last, limit=9) == []
+    assert (await store.feed(last, limit=9)).sessions == []
     monkeypatch.setattr(time, "time", lambda: 1000.0)  # positions grow when the clock is set back
     await _finish(store, "d")
     assert await _read(store, last) == [("d", 1)]
@@ -64,7 +62,7 @@ async def test_finishing_again_needs_a_new_turn(store: Store) -> None:
     await _add(store, "a", "b")
     await _finish(store, "a", "b")
     assert not await store.finish("a", Cause.END)
-    end = (await store.feed_state()).end
+    end = (await store.feed(2**62, limit=0)).end
     await _add(store, "a")
     assert await _read(store) == [("a", 1), ("b", 1)]
     await _finish(store, "a")
@@ -76,31 +74,31 @@ async def test_finishing_again_needs_a_new_turn(store: Store) -> None:
 async def test_the_reward_of_the_rollout_finishes_it(store: Store) -> None:
     turn = make_turn("r")
     await add(store, turn)
-    await store.set_rewards("r", {turn.id: 0.5})
+    await store.finish("r", Cause.REWARD, {turn.id: 0.5})
     assert await _read(store) == []
-    await store.set_rewards("r", {"": 1.0})
-    [found] = await store.finished(0, limit=9)
+    await store.finish("r", Cause.REWARD, {"": 1.0})
+    [found] = (await store.feed(0, limit=9)).sessions
     assert (found.revision, found.cause) == (1, Cause.REWARD)
     # a retry, and a reward that says the same
-    for same in ({"": 1.0}, {turn.id: 0.5}, {}):
-        await store.set_rewards("r", same)
+    for same in ({"": 1.0}, {turn.id: 0.5}):
+        assert not await store.finish("r", Cause.REWARD, same)
     assert await _read(store) == [("r", 1)]
-    await store.set_rewards("r", {"": 1.5})
+    await store.finish("r", Cause.REWARD, {"": 1.5})
     assert await _read(store, found.position) == [("r", 2)]
-    await store.set_rewards("r", {turn.id: 0.25})
+    await store.finish("r", Cause.REWARD, {turn.id: 0.25})
     assert await _read(store, found.position) == [("r", 3)]
     await add(store, make_turn("r"))
-    await store.set_rewards("r", {"": 1.5})
+    await store.finish("r", Cause.REWARD, {"": 1.5})
     assert await _read(store) == [("r", 4)]
 
 
 async def test_deleted_rollouts_leave_the_feed(store: Store) -> None:
     await _add(store, "a", "b")
     await _finish(store, "a", "b")
-    end = (await store.feed_state()).end
+    end = (await store.feed(2**62, limit=0)).end
     await store.delete("b")
     assert await _read(store) == [("a", 1)]
-    assert (await store.feed_state()).end == end
+    assert (await store.feed(2**62, limit=0)).end == end
     await _add(store, "b")
     assert await _read(store) == [("a", 1)]
     await _finish(store, "b")
@@ -114,30 +112,35 @@ async def test_a_tenant_reads_its_own_rollouts(store: Store) -> None:
     assert await _read(store, tenant="t") == [("t/a", 1), ("t/b", 1)]
     assert await _read(store, tenant="u") == [("u/a", 1)]
     assert await _read(store, tenant="") == [("a", 1)]
-    first = (await store.finished(0, limit=1, tenant="t"))[0].position
+    first = (await store.feed(0, limit=1, tenant="t")).sessions[0].position
     assert await _read(store, first, tenant="t") == [("t/b", 1)]
 
 
-async def test_idle_rollouts_are_finished_in_the_order_of_their_use(store: Store) -> None:
+async def test_idle_rollouts_are_finished_in_the_order_of_their_use(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed, "STEP", 2)
     await _add(store, "a", "b", "c", "d", "e")
     await store.pin("a", 0.0)
-    await store.save_session(make_session("empty", used=1.0))
+    await store.add(make_session("empty"))
     await _finish(store, "d")
-    assert await store.finish_idle(time.time() - 60, 10) == 1
+    await feed.finish_idle(store, time.time() - 60)
+    assert await _read(store) == [("d", 1)]
     later = time.time() + 60
-    assert [await store.finish_idle(later, 2) for _ in range(4)] == [2, 2, 1, 0]
-    assert await _read(store) == [("d", 1), ("b", 1), ("c", 1), ("e", 1), ("a", 1)]
-    assert {each.cause for each in (await store.finished(0, limit=9))[1:]} == {Cause.IDLE}
+    for _ in range(2):
+        await feed.finish_idle(store, later)
+        assert await _read(store) == [("d", 1), ("b", 1), ("c", 1), ("e", 1), ("a", 1)]
+    assert {each.cause for each in (await store.feed(0, limit=9)).sessions[1:]} == {Cause.IDLE}
     # it is finished again after a turn
     await _add(store, "b")
-    assert await store.finish_idle(later, 9) == 1
+    await feed.finish_idle(store, later)
     assert (await _read(store))[-1] == ("b", 2)
 
 
 async def test_consumers_acknowledge(store: Store) -> None:
     await _add(store, "a", "b", "c", "t/a")
     await _finish(store, "a", "t/a", "b", "c")
-    first, second, third = [each.position for each in await store.finished(0, limit=9, tenant="")]
+    first, second, third = [each.position for each in (await store.feed(0, limit=9, tenant="")).sessions]
     assert await consumers.acknowledge(store, "", "new", 0) == 0
     assert await consumers.acknowledge(store, "", "old", second) == second
     assert await consumers.acknowledge(store, "t", "old", 0) == 0
@@ -146,27 +149,28 @@ async def test_consumers_acknowledge(store: Store) -> None:
     assert [(each.tenant, each.waiting) for each in await consumers.consumers(store)][2:] == [("t", 1)]
     # neither back, nor beyond the end: what is finished later is not acknowledged
     assert await consumers.acknowledge(store, "", "old", first) == second
-    assert await consumers.acknowledge(store, "", "old", 2**62) == (await store.feed_state()).end
+    assert await consumers.acknowledge(store, "", "old", 2**62) == (await store.feed(2**62, limit=0)).end
     await _add(store, "d")
     await _finish(store, "d")
     assert (await consumers.consumers(store, ""))[1].waiting == 1
     known = await consumers.acknowledged(store, "", "old")
-    assert known is not None and known.position < (await store.feed_state()).end
+    assert known is not None and known.position < (await store.feed(2**62, limit=0)).end
     assert await consumers.forget(store, "", "old")
     assert [each.name for each in await consumers.consumers(store)] == ["new", "old"]
 
 
-async def test_evicted_rollouts_that_nobody_read_are_counted(url: str) -> None:
+async def test_evicted_rollouts_that_nobody_read_are_counted(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
     async with opened(url, Limits(max_age_s=1000.0)) as store:
+        monkeypatch.setattr(time, "time", lambda: now - 2000.0)
         await _add(store, "read", "new", "open", "t/new")
         await _finish(store, "read", "new", "t/new")
-        [read, *_] = await store.finished(0, limit=9)
-        await consumers.acknowledge(store, "", "fast", (await store.feed_state()).end)
+        monkeypatch.undo()
+        [read, *_] = (await store.feed(0, limit=9)).sessions
+        await consumers.acknowledge(store, "", "fast", (await store.feed(2**62, limit=0)).end)
         await consumers.acknowledge(store, "", "slow", read.position)
-        for name in ("read", "new", "open", "t/new"):
-            session = await store.session(name)
-            assert session is not None
-            await store.save_session(replace(session, used=1.0))
         evicted = await store.evict()
         assert evicted == Evicted(4, 4, evicted.size, 1)
         assert await _read(store) == []
@@ -182,8 +186,8 @@ async def test_two_processes_share_feed_and_consumers(shared_url: str) -> None:
             """Position by position: none becomes visible before one that is smaller."""
             after = 0
             while len(seen) < len(names):
-                for each in await first.finished(after, limit=7):
-                    seen.append(each.session.id)
+                for each in (await first.feed(after, limit=7)).sessions:
+                    seen.append(each.id)
                     after = each.position
 
         async def finish(store: Store, mine: list[str]) -> None:
@@ -193,12 +197,12 @@ async def test_two_processes_share_feed_and_consumers(shared_url: str) -> None:
         async with asyncio.timeout(15):
             await asyncio.gather(read(), finish(first, names[::2]), finish(second, names[1::2]))
         assert sorted(seen) == sorted(names)
-        found = await first.finished(0, limit=100)
-        assert await second.finished(0, limit=100) == found
+        found = (await first.feed(0, limit=100)).sessions
+        assert (await second.feed(0, limit=100)).sessions == found
         await asyncio.gather(
             *(consumers.acknowledge(each, "", "c", found[5].position) for each in (first, second))
         )
         assert (await consumers.consumers(second))[0].waiting == 34
     async with opened(shared_url) as store:
-        assert await store.finished(0, limit=100) == found
+        assert (await store.feed(0, limit=100)).sessions == found
         assert (await consumers.acknowledged(store, "", "c") or (0,))[0] == found[5].position

@@ -2,11 +2,11 @@
 
 import time
 
+import pytest
 import redis
 
-from tests.support.store_utils import add, digest_of, entry, make_session, make_turn, opened
-from tokenproxy.record.store import Evicted, Limits, Store, Usage
-from tokenproxy.store.eviction import add_evicted
+from tests.support.store_utils import Usage, add, digest_of, entry, make_session, make_turn, opened, usage
+from tokenproxy.record.store import Evicted, Limits, Store
 
 _LIMIT = 20_000
 _TARGET = 18_000
@@ -20,7 +20,7 @@ async def _add(store: Store, rollout: str, turns: int = 1) -> Evicted:
 
 
 async def _save(store: Store, rollout: str, **fields: object) -> Evicted:
-    return await store.save_session(make_session(rollout, **fields))
+    return await store.add(make_session(rollout, **fields))
 
 
 async def _evicted(store: Store, keys: list[bytes]) -> set[bytes]:
@@ -37,20 +37,18 @@ async def _names(store: Store) -> list[str]:
 async def test_adding_evicts_the_least_recently_used(url: str) -> None:
     async with opened(url, Limits(max_bytes=_LIMIT)) as store:
         names = [f"r{number:02}" for number in range(40)]
-        evicted, size = Evicted(), 0
+        rollouts = turns = size = 0
         for added, name in enumerate(names, 1):
             step = await _add(store, name)
-            usage = await store.usage()
-            size = size or usage.size
-            evicted = add_evicted(evicted, step)
-            assert usage == Usage(
-                added - evicted.rollouts, added - evicted.turns, added * size - evicted.size
-            )
-            assert usage.size <= _LIMIT
+            held = await usage(store)
+            size = size or held.size
+            rollouts, turns = rollouts + step.rollouts, turns + step.turns
+            assert held == Usage(added - rollouts, added - turns, (added - rollouts) * size)
+            assert step.size == step.rollouts * size and held.size <= _LIMIT
             if step.rollouts:
-                assert _TARGET - size < usage.size <= _TARGET
-        assert 0 < evicted.rollouts < 40
-        evicted_names, left = names[: evicted.rollouts], names[evicted.rollouts :]
+                assert _TARGET - size < held.size <= _TARGET
+        assert 0 < rollouts < 40
+        evicted_names, left = names[:rollouts], names[rollouts:]
         assert await _names(store) == left
         keys = [digest_of(name) for name in names]
         assert set(await store.find(keys)) == set(keys)
@@ -66,52 +64,51 @@ async def test_saving_a_session_evicts_whole_rollouts(url: str) -> None:
         assert await _names(store) == ["new", "large"]
 
 
-async def test_a_pinned_rollout_is_not_evicted(url: str) -> None:
+async def test_a_pinned_rollout_is_not_evicted(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(url, Limits(max_bytes=_LIMIT, max_age_s=1000.0)) as store:
-        for name in ("pinned", "released"):
-            await _add(store, name, 4)
-        later = time.time() + 1000
-        await store.pin("pinned", later)
-        await store.pin("pinned", later - 5000)
-        await store.pin("released", time.time() - 0.001)
-        for name in ("pinned", "released"):
-            await _save(store, name, used=1000.0)
+        now = time.time()
+        with monkeypatch.context() as patched:
+            patched.setattr(time, "time", lambda: 1000.0)
+            for name in ("pinned", "released"):
+                await _add(store, name, 4)
+            await store.pin("pinned", now + 1000)
+            await store.pin("pinned", now - 4000)
+            await store.pin("released", now - 0.001)
         for number in range(14):
             await _add(store, f"r{number}")
         names = await _names(store)
         assert names[0] == "pinned" and "released" not in names
         assert await store.evict() == Evicted()
         assert await store.delete("pinned")
-        await _add(store, "pinned")
-        await _save(store, "pinned", used=1000.0)
-        assert (await store.evict()).turns == 1
         # pinned rollouts may exceed the limit
         await _add(store, "own", 5)
-        await store.pin("own", later)
+        await store.pin("own", now + 1000)
         await _add(store, "own", 30)
         assert await _names(store) == ["own"]
 
 
-async def test_old_rollouts_are_evicted(url: str) -> None:
+async def test_old_rollouts_are_evicted(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(url, Limits(max_age_s=1000.0)) as store:
-        for name in ("old", "young"):
-            await _add(store, name)
-        for name in ("old", "empty"):
-            await _save(store, name, used=time.time() - 2000.0)
+        then = time.time() - 2000.0
+        with monkeypatch.context() as patched:
+            patched.setattr(time, "time", lambda: then)
+            await _add(store, "old")
+            await _save(store, "empty")
+        await _add(store, "young")
         evicted = await store.evict()
         assert (evicted.rollouts, evicted.turns) == (2, 1)
         assert await _names(store) == ["young"]
         assert await _evicted(store, [digest_of("old"), digest_of("young")]) == {digest_of("old")}
         session = await store.session("young")
-        assert session is not None and (await store.usage()) == Usage(1, 1, session.size)
+        assert session is not None and (await usage(store)) == Usage(1, 1, session.size)
         turn = make_turn("again")
+    async with opened(url, Limits(max_age_s=-1.0)) as store:
         for again in range(2):  # an evicted rollout may be added again
             await add(store, turn, entry("again", "ids"))
             [group] = (await store.find([digest_of("again")]))[digest_of("again")].groups
             assert [each.turn for each in group.candidates] == [turn.id, ""][: 1 + again]
             assert await store.claim(digest_of("again"), digest_of("ids")) == turn.id
-            await _save(store, "again", used=2.0)
-            assert (await store.evict()).turns == 1
+            assert await store.evict() != Evicted() and await store.session("again") is None
 
 
 async def test_evicted_keys_are_forgotten_after_a_while(redis_url: str, sqlite_url: str) -> None:

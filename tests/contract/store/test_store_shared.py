@@ -2,8 +2,8 @@
 
 import asyncio
 
-from tests.support.store_utils import add, digest_of, entry, make_session, make_turn, opened
-from tokenproxy.record.store import Usage
+from tests.support.store_utils import Usage, add, digest_of, entry, make_session, make_turn, opened, usage
+from tokenproxy.record.store import Cause
 
 
 async def test_one_of_two_gets_a_turn_or_a_value(shared_url: str) -> None:
@@ -26,13 +26,13 @@ async def test_changes_are_visible_to_all_at_once(shared_url: str) -> None:
         turn = make_turn()
         await add(first, turn, entry("k", "ids"))
         assert (await second.find([digest_of("k")]))[digest_of("k")].groups[0].candidates[0].turn == turn.id
-        await second.set_rewards("r", {"": 1.0})
-        assert await first.rewards("r") == {"": 1.0}
+        await second.finish("r", Cause.REWARD, {"": 1.0})
+        assert (await first.sessions(limit=9))[0].rewards == {"": 1.0}
         await first.put("x", "d", b"{}")
         assert await second.get("x", ["d"]) == {"d": b"{}"}
         assert await second.delete("r")
         assert await first.find([digest_of("k")]) == {}
-        assert await first.usage() == Usage(0, 0, 0)
+        assert await usage(first) == Usage(0, 0, 0)
 
 
 async def test_everything_survives_a_restart(shared_url: str) -> None:
@@ -40,15 +40,15 @@ async def test_everything_survives_a_restart(shared_url: str) -> None:
     async with opened(shared_url) as store:
         await add(store, turn, entry("k", "ids"))
         await store.claim(digest_of("k"), digest_of("ids"))
-        await store.set_rewards("r", {turn.id: 0.5})
-        await store.save_session(make_session(metadata=b'{"a":1}'))
+        await store.finish("r", Cause.REWARD, {turn.id: 0.5})
+        await store.add(make_session(metadata=b'{"a":1}'))
         await store.put("x", "d", b"{}")
-        session, usage = await store.session("r"), await store.usage()
+        session = await store.session("r")
         found = await store.find([digest_of("k")])
     async with opened(shared_url) as store:
         assert await store.path(turn.id) == [turn]
         assert await store.find([digest_of("k")]) == found
-        assert await store.rewards("r") == {turn.id: 0.5}
         assert await store.get("x") == {"d": b"{}"}
         assert await store.claim(digest_of("k"), digest_of("ids")) is None
-        assert (await store.session("r"), await store.usage()) == (session, usage)
+        assert session is not None and session.rewards == {turn.id: 0.5}
+        assert await store.session("r") == session

@@ -6,8 +6,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from tests.support.store_utils import add, digest_of, entry, make_session, make_turn, opened
-from tokenproxy.record.store import DOCUMENTS, Evicted, Limits, Store, Usage
+from tests.support.store_utils import Usage, add, digest_of, entry, make_session, make_turn, opened, usage
+from tokenproxy.record.store import DOCUMENTS, Cause, Evicted, Limits, Store
 from tokenproxy.record.turn import PromptImage, WeightSpan, pack_alternatives, pack_ids, pack_logprobs
 
 _EVERYTHING = make_turn(
@@ -74,7 +74,7 @@ async def test_an_empty_store_holds_nothing(store: Store) -> None:
     assert await store.path("nothing") == await store.turns("nothing") == []
     assert await store.sessions(limit=10) == []
     assert not await store.delete("nothing")
-    assert (await store.evict(), await store.usage()) == (Evicted(), Usage(0, 0, 0))
+    assert (await store.evict(), await usage(store)) == (Evicted(), Usage(0, 0, 0))
 
 
 async def test_path_begins_with_the_first_turn(store: Store) -> None:
@@ -124,15 +124,14 @@ async def test_choices_share_the_prompt_of_one(store: Store) -> None:
 async def test_adding_again_changes_nothing(store: Store) -> None:
     turn = make_turn()
     await add(store, turn, entry("k"))
-    session, usage = await store.session("r"), await store.usage()
+    session = await store.session("r")
     changed = replace(turn, model="other")
     assert await store.add(make_session(), [changed, changed], [[entry("k")], []]) == Evicted()
     assert await store.turns("r") == [turn]
     assert await store.session("r") == session
-    assert await store.usage() == usage
     second = make_turn()
     await store.add(make_session(), [turn, second, second], [[], [], []])  # only what is new of a call
-    assert (await store.turns("r"), (await store.usage()).turns) == ([turn, second], 2)
+    assert (await store.turns("r"), (await usage(store)).turns) == ([turn, second], 2)
 
 
 async def test_delete_leaves_nothing(store: Store) -> None:
@@ -140,7 +139,7 @@ async def test_delete_leaves_nothing(store: Store) -> None:
     shared, own = entry("shared", "ids"), entry("own")
     await add(store, deleted, shared, own)
     await add(store, stays, shared)
-    await store.set_rewards("deleted", {"": 1.0})
+    await store.finish("deleted", Cause.REWARD, {"": 1.0})
     await store.pin("deleted", 2e9)
     left = await store.session("stays")
     assert await store.delete("deleted")
@@ -151,24 +150,24 @@ async def test_delete_leaves_nothing(store: Store) -> None:
     assert await store.turns("deleted") == await store.path(deleted.id) == []
     assert await store.session("deleted") is None
     assert await store.sessions(limit=10) == [left]
-    assert await store.rewards("deleted") == {}
-    assert left is not None and await store.usage() == Usage(1, 1, left.size)
+    assert left is not None and await usage(store) == Usage(1, 1, left.size)
     await add(store, deleted, own)
-    assert (await store.find([own.key]))[own.key].total == 1 and (await store.usage()).turns == 2
+    assert (await store.find([own.key]))[own.key].total == 1 and (await usage(store)).turns == 2
 
 
 async def test_rewards_are_merged(store: Store) -> None:
-    assert not await store.set_rewards("r", {"": 1.0})  # they need a session
-    assert await store.session("r") is None and await store.usage() == Usage(0, 0, 0)
+    assert not await store.finish("r", Cause.REWARD, {"": 1.0})  # they need a session
+    assert await store.session("r") is None and await usage(store) == Usage(0, 0, 0)
     turn = make_turn()
     await add(store, turn)
-    assert await store.set_rewards("r", {turn.id: 0.1, "unknown": -2.0})
-    assert await store.set_rewards("r", {"": 1e-30, turn.id: 1 / 3})
-    assert await store.set_rewards("r", {})
-    assert await store.rewards("r") == {turn.id: 1 / 3, "unknown": -2.0, "": 1e-30}
-    await store.save_session(make_session("s", used=2.0))  # and do not use it
-    session = await store.session("s")
-    assert await store.set_rewards("s", {"": 1.0}) and await store.session("s") == session
+    await store.finish("r", Cause.REWARD, {turn.id: 0.1, "unknown": -2.0})
+    await store.finish("r", Cause.REWARD, {"": 1e-30, turn.id: 1 / 3})
+    session = await store.session("r")
+    assert session is not None and session.rewards == {turn.id: 1 / 3, "unknown": -2.0, "": 1e-30}
+    await store.add(make_session("s"))  # and do not use it
+    before = await store.session("s")
+    assert before is not None and not await store.finish("s", Cause.REWARD, {"": 1.0})
+    assert await store.session("s") == replace(before, rewards={"": 1.0})
 
 
 async def test_values_are_kept_read_and_taken_once(store: Store) -> None:

@@ -8,13 +8,13 @@
 and 10,000 sessions without turns, in a store of their own.
 """
 
-import asyncio
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import msgspec
 
@@ -32,7 +32,7 @@ from tests.support.viewer.recorder import (
 )
 from tests.support.viewer.small_session import READ_FILE, small_session
 from tokenproxy.record.origin import RequestClass
-from tokenproxy.record.store import Limits, Session, Store
+from tokenproxy.record.store import Cause, Limits, Session, Store
 from tokenproxy.record.turn import Turn, WeightSpan
 
 HOSTILE, LONG, DEEP = "hostile", "long", "deep"
@@ -150,16 +150,15 @@ def recordings(name: str, model: TinyModel) -> Iterable[Recorded]:
 
 async def write(store: Store, recordings: Iterable[Recorded]) -> None:
     """Write sessions into an open store, with the times at which they were used."""
-    await asyncio.gather(*(_write(store, recorded) for recorded in recordings))
+    for recorded in sorted(recordings, key=lambda recorded: recorded.session.used):
+        with mock.patch("time.time", lambda used=recorded.session.used: used):
+            await _write(store, recorded)
 
 
 async def _write(store: Store, recorded: Recorded) -> None:
-    if recorded.turns:
-        await store.add(recorded.session, recorded.turns, [()] * len(recorded.turns))
-    # `add` marks a session as used now
-    await store.save_session(recorded.session)
+    await store.add(recorded.session, recorded.turns, [()] * len(recorded.turns))
     if recorded.rewards:
-        await store.set_rewards(recorded.session.id, recorded.rewards)
+        await store.finish(recorded.session.id, Cause.REWARD, recorded.rewards)
 
 
 @dataclass(frozen=True)

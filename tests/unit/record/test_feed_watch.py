@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from tests.support.store_utils import add, make_turn
-from tokenproxy.record.feed_watch import FeedWatch
-from tokenproxy.record.store import Cause, FeedState, Limits, StoreError
+from tokenproxy.record.feed import FeedWatch
+from tokenproxy.record.store import Cause, FeedPage, Limits, StoreError
 from tokenproxy.store.sqlite import SqliteStore
 
 
@@ -20,16 +21,16 @@ async def _until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("notified", [False, True])
 async def test_all_who_wait_share_the_polls_also_after_the_store_failed(notified: bool) -> None:
     store, polls, fails = SqliteStore(None, Limits()), 0, True
-    state = store.feed_state
+    state = store.feed
 
-    async def count() -> FeedState:
+    async def count(after: int, **options: Any) -> FeedPage:
         nonlocal polls
         polls += 1
         if fails:
             raise StoreError("gone")
-        return await state()
+        return await state(after, **options)
 
-    store.feed_state = count  # type: ignore[assignment, method-assign]
+    store.feed = count  # type: ignore[method-assign]
     watch = FeedWatch(store, 1000.0 if notified else 0.002)
     polling = asyncio.create_task(watch.poll_forever())
     waiting = [asyncio.create_task(watch.wait(0, 15)) for _ in range(100)]

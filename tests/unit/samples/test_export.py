@@ -11,7 +11,8 @@ import pyarrow.parquet
 import pytest
 
 from tests.support.trees import add_rollouts
-from tokenproxy.record.store import Limits, Session, Store
+from tokenproxy.record.store import Cause, Limits, Session, Store
+from tokenproxy.record.turn import Turn
 from tokenproxy.samples import export as module
 from tokenproxy.samples.export import ExportRefused, JsonLines, Parquet, Report, export, table
 from tokenproxy.samples.layouts import LAYOUTS
@@ -35,7 +36,7 @@ class _Moving(SqliteStore):
 
     async def sessions(self, **which: Any) -> list[Session]:
         if (name := self._on_page.get(self._pages)) is not None:
-            await self.save_session(Session(id=name, created=1.0, used=1000.0 + self._pages))
+            await self.add(Session(id=name, created=1.0))
         self._pages += 1
         return await super().sessions(**which)
 
@@ -48,7 +49,7 @@ async def _exported(store: Any, **options: Any) -> tuple[list[dict[str, Any]], R
 
 async def test_all_rollouts_of_a_store() -> None:
     store = await _filled("x", "y")
-    await store.set_rewards("y", {"": 0.5})
+    await store.finish("y", Cause.REWARD, {"": 0.5})
     rows, report = await _exported(store)
     assert {(row["leaf"], row["reward"]) for row in rows} == {
         *(("x-b", None), ("x-c", None), ("y-b", 0.5), ("y-c", 0.5))
@@ -74,11 +75,13 @@ async def test_a_session_by_id_or_by_the_name_that_only_a_single_tenant_has() ->
 async def test_sessions_deleted_meanwhile_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     store = await _filled("x", "y")
 
-    async def rewards(rollout: str) -> dict[str, float]:
-        await store.delete({"x": "y", "y": "x"}[rollout])
-        return {}
+    read = store.turns
 
-    monkeypatch.setattr(store, "rewards", rewards)
+    async def turns(rollout: str) -> list[Turn]:
+        await store.delete({"x": "y", "y": "x"}[rollout])
+        return await read(rollout)
+
+    monkeypatch.setattr(store, "turns", turns)
     _, report = await _exported(store)
     assert report.rollouts == 1
 
@@ -89,11 +92,9 @@ async def test_a_session_used_while_sessions_are_listed_is_exported_once(
 ) -> None:
     monkeypatch.setattr(module, "SESSIONS_AT_ONCE", 3)
     store = _Moving(on_page)
-    # "t" was used last, in the instant in which the first of `on_page` will be
-    names = {**{f"s{i}": float(i) for i in range(10)}, "t": 1001.0}
-    for name, used in names.items():
+    names = [f"s{i}" for i in range(10)]
+    for name in names:
         await add_rollouts(store, name)
-        await store.save_session(Session(id=name, created=1.0, used=used))
     rows, _ = await _exported(store)
     assert sorted(row["leaf"] for row in rows) == sorted(f"{name}-{leaf}" for name in names for leaf in "bc")
 

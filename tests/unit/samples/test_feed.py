@@ -44,7 +44,7 @@ async def _finish(store: Store, name: str, *versions: str, **fields: Any) -> Non
 
 
 def _names(step: FeedStep) -> list[str]:
-    return [rollout.entry.session.id for rollout in step.rollouts]
+    return [rollout.session.id for rollout in step.rollouts]
 
 
 async def test_weights_select_samples(store: Store) -> None:
@@ -62,7 +62,7 @@ async def test_weights_select_samples(store: Store) -> None:
     ]:
         step = await _step(store, weight_versions=frozenset(versions))
         assert _names(step) == names
-        assert (step.position, step.more) == ((await store.feed_state()).end, False)
+        assert (step.position, step.more) == ((await store.feed(2**62, limit=0)).end, False)
 
 
 async def test_only_the_samples_that_fit_are_delivered(store: Store) -> None:
@@ -108,9 +108,9 @@ async def test_steps_are_limited(store: Store, monkeypatch: pytest.MonkeyPatch) 
         found += _names(step)
         position, more, steps = step.position, step.more, steps + 1
     assert found == ["r1", "r3", "r5", "r7"]
-    assert position == (await store.feed_state()).end and steps <= 4
+    assert position == (await store.feed(2**62, limit=0)).end and steps <= 4
     step = await _step(store, metadata=("odd=never",))
     assert (step.rollouts, step.more) == ([], True)
-    assert step.position == (await store.finished(0, limit=8))[5].position
+    assert step.position == (await store.feed(0, limit=8)).sessions[5].position
     monkeypatch.setattr(feed, "MOST_IDS", 1)
     assert _names(await _step(store)) == ["r0"]

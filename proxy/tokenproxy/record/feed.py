@@ -1,0 +1,148 @@
+"""What each process does for the feed in the background.
+
+It finishes idle rollouts, reports the consumers, and wakes the requests that wait for the feed to grow: they
+share one poll of the store, which other processes write too.
+"""
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+
+from tokenproxy.monitoring.metrics import Metrics
+from tokenproxy.record.consumers import consumers
+from tokenproxy.record.store import Cause, Store, StoreError
+
+log = logging.getLogger("tokenproxy")
+
+LONGEST_INTERVAL_S = 30.0
+"""Seconds between two searches for idle rollouts, unless a quarter of `finish_after_s` is less."""
+STEP = 128
+"""Sessions that are read at a time."""
+_IDLE = "idle"
+"""A space of the store: how far all processes have looked, as the `used` of a session."""
+REPORT_S = 10.0
+"""Seconds between two reports of the consumers."""
+MOST_REPORTED = 200
+"""Names of consumers that the metrics show."""
+POLL_S = 0.2
+"""Seconds from one poll to the next while somebody waits, beyond `SHORTEST_S`."""
+SHORTEST_S = 0.02
+"""Seconds between two polls if rollouts are finished all the time: each wakes all who wait."""
+
+
+async def finish_idle_forever(store: Store, metrics: Metrics, after_s: float) -> None:
+    """Finish the rollouts that were not used for `after_s` seconds, until cancelled."""
+    while True:
+        await asyncio.sleep(min(LONGEST_INTERVAL_S, after_s / 4))
+        try:
+            await finish_idle(store, time.time() - after_s)
+        except StoreError as error:
+            metrics.store_errors.inc()
+            log.log(error.level, "idle rollouts could not be finished: %s", error)
+
+
+async def finish_idle(store: Store, before: float) -> None:
+    """Finish the rollouts last used before a time, in the order of their use.
+
+    Each search begins where the one before stopped, in any process: rollouts that were looked at are
+    looked at again only after they are used again.
+    """
+    seen = float((await store.get(_IDLE, [""])).get("", b"-inf"))
+    idle: list[tuple[float, str]] = []
+    while page := await store.sessions(limit=STEP, before=before):
+        idle += [(session.used, session.id) for session in page if session.used > seen]
+        before = page[-1].used
+        if before <= seen:
+            break
+    for _, rollout in reversed(idle):
+        await store.finish(rollout, Cause.IDLE)
+    if idle:
+        await store.put(_IDLE, "", repr(idle[0][0]).encode())
+
+
+async def report_consumers_forever(store: Store, metrics: Metrics) -> None:
+    """Keep the metrics of the feed's consumers up to date, until cancelled."""
+    reported: set[str] = set()
+    while True:
+        try:
+            reported = await _report_consumers(store, metrics, reported)
+        except StoreError as error:
+            log.log(error.level, "the consumers of the feed cannot be read: %s", error)
+        await asyncio.sleep(REPORT_S)
+
+
+async def _report_consumers(store: Store, metrics: Metrics, before: set[str]) -> set[str]:
+    """Report the consumers of all tenants by their names, and remove those that are gone.
+
+    Tenants are not told apart: the page of metrics may be open to everybody, and a tenant is the digest of a
+    key. Of a name that several tenants use, the rollouts are added up, and the oldest counts.
+    """
+    now = time.time()
+    waiting: dict[str, int] = {}
+    oldest_s: dict[str, float] = {}
+    for consumer in await consumers(store):
+        if len(waiting) == MOST_REPORTED and consumer.name not in waiting:
+            continue
+        waiting[consumer.name] = waiting.get(consumer.name, 0) + consumer.waiting
+        age = max(0.0, now - consumer.oldest / 1e6) if consumer.waiting else 0.0
+        oldest_s[consumer.name] = max(oldest_s.get(consumer.name, 0.0), age)
+    for name, count in waiting.items():
+        metrics.consumer_lag(name, count, oldest_s[name])
+    for name in before - waiting.keys():
+        metrics.consumer_removed(name)
+    return set(waiting)
+
+
+class FeedWatch:
+    """Polls the end of the feed, as long as somebody waits. One per application."""
+
+    def __init__(self, store: Store, poll_s: float = POLL_S) -> None:
+        self._store = store
+        self._poll_s = poll_s
+        self._waiters: dict[asyncio.Future[None], int] = {}
+        """Each with the end of the feed that its request has seen."""
+        self._needed = asyncio.Event()
+        """Set while somebody waits."""
+        self._now = asyncio.Event()
+        """Set to poll without waiting for `POLL_S`."""
+
+    async def wait(self, seen: int, seconds: float) -> bool:
+        """Wait until the end of the feed is another one than `seen`; False if that takes too long."""
+        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters[woken] = seen
+        self._needed.set()
+        try:
+            done, _ = await asyncio.wait({woken}, timeout=seconds)
+            return bool(done)
+        finally:
+            del self._waiters[woken]
+
+    def notify(self) -> None:
+        """Poll at once: this process may have finished a rollout."""
+        self._now.set()
+
+    async def poll_forever(self) -> None:
+        """Poll until cancelled."""
+        while True:
+            await self._needed.wait()
+            try:
+                end = (await self._store.feed(2**62, limit=0)).end
+            except StoreError as error:
+                # those who wait are woken when the store responds again, or get the error when they read next
+                log.log(error.level, "the feed cannot be watched: %s", error)
+            else:
+                self._wake(end)
+            if not self._waiters:
+                self._needed.clear()
+                continue
+            await asyncio.sleep(SHORTEST_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._poll_s):
+                    await self._now.wait()
+            self._now.clear()
+
+    def _wake(self, end: int) -> None:
+        for woken, seen in self._waiters.items():
+            if seen != end and not woken.done():
+                woken.set_result(None)
