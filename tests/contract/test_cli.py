@@ -11,6 +11,8 @@ import pytest
 from pydantic import SecretStr
 
 from tests.support.child_environment import python_path_without_torch
+from tests.support.fake_vllm import FakeVllm
+from tests.support.tiny_model import CHATML
 from tokenproxy.cli.main import main
 from tokenproxy.settings import Settings
 
@@ -128,3 +130,18 @@ def test_files_of_the_working_directory_do_not_replace_the_package(tmp_path: Pat
     assert subprocess.check_output(command, cwd=tmp_path, env=environment, text=True).startswith(
         "tokenproxy "
     )
+
+
+def test_check_of_a_running_server_tells_who_renders(mortal: FakeVllm, capsys: Capture) -> None:
+    command = ["check", "--upstream", mortal.url]
+    assert main(command) == 0
+    assert re.search(r"^template +/", capsys.readouterr().out, re.MULTILINE)
+    mortal.chat_template = CHATML.replace(
+        "'<|im_start|>' + message.role", "'<|im_start|>' + message.role | upper"
+    )
+    assert main(command) == 0
+    report = capsys.readouterr().out
+    assert re.search(r"^engine +/", report, re.MULTILINE) and "USER" in report
+    assert main(["check", "--upstream", "http://127.0.0.1:1"]) == 2
+    assert main(["check"]) == 2
+    assert "--upstream URL" in capsys.readouterr().err

@@ -9,7 +9,6 @@ encoded, and it is sliced out of the template's own rendering.
 """
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -28,11 +27,13 @@ from chat_tokenizer.append import (
 from chat_tokenizer.cache import BoundedCache, CacheInfo, digest
 from chat_tokenizer.discovery import Discovery
 from chat_tokenizer.encoder import NO_LIMIT, Encoder, Limit
-from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported, UnfinishedTurn
+from chat_tokenizer.engine_renderer import EngineRenderer, Render
+from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported, TokenizerUnavailable, UnfinishedTurn
 from chat_tokenizer.files import load_files
 from chat_tokenizer.messages import Message, Tools, check_types, for_template
 from chat_tokenizer.proof import Proof, load_proof, proof_key, store_proof
-from chat_tokenizer.template import RenderOptions, Template
+from chat_tokenizer.renderer import Renderer, RenderOptions
+from chat_tokenizer.template import Template
 from chat_tokenizer.traits import ContentFormat
 
 Unfinished = Literal["close", "continue", "reject"]
@@ -56,9 +57,13 @@ class ChatTokenizer:
     """The form of content for the template; None to detect it as vLLM does."""
     default_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the template for all renderings, where a request does not set them."""
+    renderer: Renderer | None = None
+    """Renders the conversations; None for the tokenizer's own template."""
 
     def __post_init__(self) -> None:
-        self._template = Template(self._tokenizer, self.content_format, self.default_template_kwargs)
+        self._template: Renderer = self.renderer or Template(
+            self._tokenizer, self.content_format, self.default_template_kwargs
+        )
         tokens = self._tokenizer.added_tokens_decoder.items()
         self._added_ids = {token.content: number for number, token in tokens}
         special_ids = {number for number, token in tokens if token.special}
@@ -71,14 +76,19 @@ class ChatTokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """32 hexadecimal digits, a digest of vocabulary, merges, chat template and its settings."""
-        template = self._tokenizer.chat_template
-        source = template if isinstance(template, str) else json.dumps(template, sort_keys=True, default=repr)
         fingerprint = hashlib.blake2b(self._encoder.description.encode(), digest_size=16)
-        fingerprint.update(b"\0" + source.encode("utf-8", "surrogatepass"))
-        if self.content_format or self.default_template_kwargs:
-            settings = [self.content_format, dict(self.default_template_kwargs)]
-            fingerprint.update(b"\0" + json.dumps(settings, sort_keys=True, default=repr).encode())
+        fingerprint.update(b"\0" + self._template.identity)
         return fingerprint.hexdigest()
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer has a chat template of its own, or another renderer."""
+        return self.renderer is not None or bool(self._tokenizer.chat_template)
+
+    @property
+    def engine_renders(self) -> bool:
+        """Whether an engine renders the conversations, so that rendering may wait for it."""
+        return self.renderer is not None
 
     @cached_property
     def merges_system(self) -> bool:
@@ -157,13 +167,7 @@ class ChatTokenizer:
 
     @cached_property
     def _proof_key(self) -> str:
-        return proof_key(
-            self._tokenizer.chat_template,
-            self._added_ids,
-            self.stop_ids,
-            self.content_format,
-            self.default_template_kwargs,
-        )
+        return proof_key(self._template.identity, self._added_ids, self.stop_ids)
 
     @classmethod
     def load(
@@ -175,6 +179,7 @@ class ChatTokenizer:
         trust_remote_code: bool = False,
         content_format: ContentFormat | None = None,
         default_template_kwargs: Mapping[str, Any] | None = None,
+        needs_template: bool = True,
     ) -> "ChatTokenizer":
         """Load tokenizer and template from a folder or from the Hugging Face hub.
 
@@ -187,11 +192,17 @@ class ChatTokenizer:
                 None detects it as vLLM does. An engine's is its `--chat-template-content-format`.
             default_template_kwargs: variables of the template that apply where a request does not set them.
                 An engine's are its `--default-chat-template-kwargs`.
+            needs_template: whether a tokenizer without a chat template is refused; if not, use it with
+                `rendered_by_engine` only.
 
         Raises:
             TokenizerUnavailable: the tokenizer cannot be loaded, is not a fast one, or has no chat template.
         """
         tokenizer, vocab_size, stop_ids = load_files(str(folder), chat_template, revision, trust_remote_code)
+        if needs_template and not tokenizer.chat_template:
+            raise TokenizerUnavailable(
+                f"the tokenizer in {str(folder)!r} has no chat template: pass one, or use a chat model"
+            )
         encoder = Encoder(tokenizer.backend_tokenizer.to_str())
         return cls(
             str(folder),
@@ -202,6 +213,14 @@ class ChatTokenizer:
             content_format,
             default_template_kwargs or {},
         )
+
+    def rendered_by_engine(self, render: Render, identity: bytes) -> "ChatTokenizer":
+        """A tokenizer that shares the vocabulary of this one, and asks an engine for its renderings.
+
+        Args:
+            identity: equal for engines that render alike.
+        """
+        return replace(self, renderer=EngineRenderer(self._encoder, render, identity))
 
     def with_content_format(self, content_format: ContentFormat | None) -> "ChatTokenizer":
         """A tokenizer that shares the vocabulary of this one, and passes content to the template as given."""

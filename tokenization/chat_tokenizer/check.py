@@ -52,6 +52,8 @@ class Report:
     """The findings about a template."""
 
     source: str
+    renderer: str
+    """`template`, or `engine` if a running engine renders."""
     close: str | None
     """Text that closes a turn without tool calls; None if the template prints no such turn."""
     tool_close: str | None
@@ -131,6 +133,7 @@ def check(tokenizer: ChatTokenizer) -> Report:
     before, found, after = tokenizer.decode(content.suffix_ids if content else []).partition(_NEXT["content"])
     return Report(
         source=tokenizer.source,
+        renderer="engine" if tokenizer.engine_renders else "template",
         close=tokenizer.decode(content.close_ids) if content else None,
         tool_close=tokenizer.decode(call.close_ids) if call else None,
         stop_tokens=[tokenizer.decode([token]) for token in dict.fromkeys(stops)],
@@ -218,7 +221,7 @@ def _results(count: int) -> list[Message]:
 def table(report: Report) -> str:
     """The report as a text table."""
     rows: Sequence[tuple[str, object]] = [
-        ("template", report.source),
+        (report.renderer, report.source),
         ("closes a turn with", _quoted(report.close)),
         ("closes a tool call with", _quoted(report.tool_close)),
         ("stop tokens", ", ".join(report.stop_tokens) or "none"),

@@ -15,7 +15,7 @@ from chat_tokenizer.cache import BoundedCache, digest
 from chat_tokenizer.errors import TemplateUnsupported, TokenizationError
 from chat_tokenizer.histories import ANY_TOOLS
 from chat_tokenizer.messages import Message, Tools
-from chat_tokenizer.template import Append, RenderOptions, Template
+from chat_tokenizer.renderer import Append, Renderer, RenderOptions
 from chat_tokenizer.turns import MARK, PLACEHOLDER_USER, Tail, placeholder_context, render_tail
 
 
@@ -34,7 +34,7 @@ class ContentClose:
 class Closes:
     """The closes of one template with one tokenizer. Safe to use from several threads."""
 
-    def __init__(self, template: Template, added: AddedTokens) -> None:
+    def __init__(self, template: Renderer, added: AddedTokens) -> None:
         self._template = template
         self._added = added
         self._content_closes: BoundedCache[bytes, ContentClose] = BoundedCache(256)
@@ -130,7 +130,7 @@ class Closes:
         tokens = [token for token in self._added.find(lead, special=True) if token.end <= shared]
         # some templates always print the opening of another message; its tokens open messages
         closing = [token for token in tokens if token.id not in self._openers]
-        if closing or not self._generation_prompt:
+        if closing:
             return closing
         # others print a message of their own before each first one, and close it as any other
         opening = {token.id for token in self._added.find(self._generation_prompt)}

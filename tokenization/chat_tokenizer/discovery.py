@@ -17,8 +17,8 @@ from chat_tokenizer.closes import Closes, ContentClose
 from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported, TokenizationError
 from chat_tokenizer.messages import Message
 from chat_tokenizer.new_texts import last_text
-from chat_tokenizer.proof import Locality, Proof, prove, tried_values
-from chat_tokenizer.template import Append, RenderOptions, Template
+from chat_tokenizer.proof import Locality, Proof, answers_calls, prove, tried_values, with_thinking
+from chat_tokenizer.renderer import Append, Renderer, RenderOptions
 from chat_tokenizer.turns import (
     Marked,
     Tail,
@@ -30,6 +30,7 @@ from chat_tokenizer.turns import (
 )
 
 _MAX_SECONDS_SHORTENING = 2.0
+_LATER_ROLES = frozenset({"user", "assistant", "tool"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class TurnTail:
 class Discovery:
     """The tails of one template with one tokenizer. Safe to use from several threads."""
 
-    def __init__(self, template: Template, added: AddedTokens) -> None:
+    def __init__(self, template: Renderer, added: AddedTokens) -> None:
         self.proof: Proof | None = None
         self.closes = Closes(template, added)
         self._template = template
@@ -103,13 +104,30 @@ class Discovery:
     def is_local(self, new: Sequence[Message], options: RenderOptions) -> bool:
         """Whether it is proved that the text after a turn depends on no earlier message."""
         proof = self.proof
-        return proof is not None and proof.locality(new) is not Locality.HISTORY and self._tried(options)
+        if proof is None or proof.locality(new) is Locality.HISTORY or not self._tried(options):
+            return False
+        # a system message may be merged into the first one
+        return self._template.syntax.complete or all(message.get("role") in _LATER_ROLES for message in new)
+
+    def _answered(self, append: Append) -> bool:
+        """Whether the call of each new result is known: it may be one of the turn, or of a new message.
+
+        Without a source, a renderer may look for the call of any other result in earlier messages.
+        """
+        return self._template.syntax.complete or answers_calls(append.turn, append.new)
 
     def _tried(self, options: RenderOptions) -> bool:
         """Whether the proof tested these arguments: at most one that the template reads, and its value."""
         syntax = self._template.syntax
-        read = {name: value for name, value in options.kwargs.items() if name in syntax.kwargs}
-        if "documents" in options.kwargs or len(read) > 1:
+        read = {
+            name: value
+            for name, value in options.kwargs.items()
+            if name in syntax.kwargs or not syntax.complete
+        }
+        effort = {name: value for name, value in read.items() if name == "reasoning_effort"}
+        if effort and not syntax.complete and read == with_thinking(effort):
+            read = effort
+        if "documents" in options.kwargs or len(read) > 1 or not read.keys() <= syntax.kwargs.keys():
             return False
         return all(_is_in(value, tried_values(syntax, name)) for name, value in read.items())
 
@@ -122,7 +140,7 @@ class Discovery:
         for messages like the new ones.
         """
         proof, append = self.proof, Append(history, new, options)
-        if proof is None or not self.is_local(new, options):
+        if proof is None or not self.is_local(new, options) or not self._answered(append):
             return None
         in_turn = self.tail_in(append.after(turn_context(append.turn)))
         if in_turn is None or self._holds(in_turn, append):
@@ -164,7 +182,7 @@ class Discovery:
         # a template may refuse the turn alone and accept the whole conversation
         with suppress(TokenizationError):
             in_turn = self._cached(alone, lambda key: self._find(key, alone)[0])
-        if in_turn is not None and self.is_local(new, options):
+        if in_turn is not None and self.is_local(new, options) and self._answered(alone):
             return in_turn
         append = alone.after(list(history))
         return self._cached(append, lambda key: self._after_history(key, append, in_turn))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from chat_tokenizer.errors import TokenizerUnavailable
+from chat_tokenizer.tekken import NAME, load_tekken
 from chat_tokenizer.template import merge_templates
 
 
@@ -14,17 +15,10 @@ def load_files(
     """Load from a folder or the hub. Arguments and errors are those of `ChatTokenizer.load`.
 
     Returns:
-        the transformers tokenizer with its chat template, the size of the vocabulary, and the ids that end a
-        turn: the tokenizer's EOS, and `eos_token_id` of the generation config.
+        the transformers tokenizer with its chat template, if it has one, the size of the vocabulary, and the
+        ids that end a turn: the tokenizer's EOS, and `eos_token_id` of the generation config.
     """
-    from transformers import AutoTokenizer  # slow to import, so only when needed
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source, revision=revision, trust_remote_code=trust_remote_code
-        )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise TokenizerUnavailable(f"cannot load a tokenizer from {source!r}: {error}") from error
+    tokenizer = _tokenizer(source, revision, trust_remote_code)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     else:
@@ -33,14 +27,6 @@ def load_files(
         processor = _config(source, "processor_config.json", revision).get("chat_template")
         template = processor or legacy.get("chat_template")
         tokenizer.chat_template = merge_templates(tokenizer.chat_template, template)
-    if not tokenizer.chat_template:
-        raise TokenizerUnavailable(
-            f"the tokenizer in {source!r} has no chat template: pass one, or use a chat model"
-        )
-    if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise TokenizerUnavailable(
-            f"{source!r} has no fast tokenizer: convert it, so that it has a tokenizer.json"
-        )
     config = _config(source, "config.json", revision)
     generation = _config(source, "generation_config.json", revision)
     # multimodal models have the vocabulary size in `text_config`
@@ -51,13 +37,42 @@ def load_files(
     return tokenizer, max([len(tokenizer), *sizes]), stop_ids
 
 
-def _config(source: str, name: str, revision: str | None) -> dict[str, Any]:
-    """A configuration file of the model; empty if there is none, because it is optional."""
-    from transformers.utils import cached_file
+def _tokenizer(source: str, revision: str | None, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer  # slow to import, so only when needed
 
     try:
-        file = cached_file(source, name, revision=revision)
-        content = json.loads(Path(file).read_text()) if file else {}
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, revision=revision, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        if (tekken := _file(source, NAME, revision)) is not None:
+            return load_tekken(tekken)
+        raise TokenizerUnavailable(f"cannot load a tokenizer from {source!r}: {error}") from error
+    if getattr(tokenizer, "backend_tokenizer", None) is not None:
+        return tokenizer
+    if (tekken := _file(source, NAME, revision)) is not None:
+        return load_tekken(tekken)
+    raise TokenizerUnavailable(
+        f"{source!r} has no fast tokenizer: convert it, so that it has a tokenizer.json"
+    )
+
+
+def _config(source: str, name: str, revision: str | None) -> dict[str, Any]:
+    """A configuration file of the model; empty if there is none, because it is optional."""
+    try:
+        file = _file(source, name, revision)
+        content = json.loads(file.read_text()) if file else {}
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def _file(source: str, name: str, revision: str | None) -> Path | None:
+    """A file of the model; None if it has none, or the hub does not respond."""
+    from transformers.utils import cached_file
+
+    try:
+        path = cached_file(source, name, revision=revision)
+    except (OSError, ValueError):
+        return None
+    return Path(path) if path else None

@@ -45,15 +45,15 @@ from chat_tokenizer.histories import (
     with_text,
 )
 from chat_tokenizer.messages import Message
+from chat_tokenizer.renderer import Append, RenderOptions
 from chat_tokenizer.syntax import Syntax
-from chat_tokenizer.template import Append, RenderOptions
 from chat_tokenizer.turns import placeholder_context, turn_context
 
 if TYPE_CHECKING:
     from chat_tokenizer.discovery import Discovery, TurnTail
 
 log = logging.getLogger("tokenproxy")
-PROOF_VERSION = 3
+PROOF_VERSION = 4
 """Part of the key of a stored proof. Raise it when the proof changes."""
 MAX_SECONDS = 30.0
 """CPU time in seconds after which a template counts as not local. Most proofs take less than 1 s."""
@@ -126,7 +126,8 @@ def prove(tails: "Discovery", syntax: Syntax, max_seconds: float = MAX_SECONDS) 
         return _not_local(f"its source compares with {len(syntax.strings)} strings, too many to try")
     if max(syntax.numbers, default=0) > _MAX_NUMBER:
         return _not_local(f"its source compares with a number above {_MAX_NUMBER}, too large to try")
-    return _Prover(tails, max_seconds).prove(_cases(syntax))
+    cases = _cases(syntax) if syntax.complete else _cases_without_source(syntax)
+    return _Prover(tails, max_seconds).prove(cases)
 
 
 class _Prover:
@@ -221,6 +222,40 @@ def _cases(syntax: Syntax) -> Iterator[_Case]:
                 yield history, step, RenderOptions(None, True, {name: value})
 
 
+def _cases_without_source(syntax: Syntax) -> Iterator[_Case]:
+    """Some hundred cases, for a renderer without a source, which takes milliseconds for each."""
+    plain, with_tools = RenderOptions(), RenderOptions(ANY_TOOLS)
+    every_structure = [*structures(), *lengths(syntax), *with_roles(syntax)]
+    few = [[user()], *islice(structures(), 0, None, 5)]
+    answering = (step for step in steps() if answers_calls(step.turn, step.new))
+    for step, history, options in product(answering, few, (plain, with_tools)):
+        yield history, step, options
+    for step, history, options in product(PRINCIPAL_STEPS, every_structure, (plain, with_tools)):
+        yield history, step, options
+    for string in syntax.strings:
+        for history, step in product(with_text(string), PRINCIPAL_STEPS[:2]):
+            yield history, step, with_tools
+    for name in syntax.kwargs:
+        for value, history, step in product(tried_values(syntax, name), few, PRINCIPAL_STEPS[:2]):
+            yield history, step, RenderOptions(ANY_TOOLS, True, with_thinking({name: value}))
+
+
+def answers_calls(turn: Message, new: Sequence[Message]) -> bool:
+    """Whether each of the results after a turn answers a call of the turn or of a message before it."""
+    known = set()
+    for message in (turn, *new):
+        known |= {call.get("id") for call in message.get("tool_calls") or ()}
+        if message.get("role") == "tool" and message.get("tool_call_id") not in known:
+            return False
+    return True
+
+
+def with_thinking(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments with the one that vLLM sets from an effort of reasoning."""
+    effort = kwargs.get("reasoning_effort")
+    return {"enable_thinking": effort != "none", **kwargs} if isinstance(effort, str) else dict(kwargs)
+
+
 def tried_values(syntax: Syntax, name: str) -> list[object]:
     """The values of a template argument that the proof tests."""
     return list(dict.fromkeys((True, False, *syntax.kwargs[name])))
@@ -251,25 +286,18 @@ def _shown(messages: Messages, limit: int = 160) -> str:
     return shown if len(shown) <= limit else shown[:limit] + "..."
 
 
-def proof_key(
-    chat_template: str,
-    added_ids: Mapping[str, int],
-    stop_ids: Iterable[int],
-    content_format: str | None,
-    default_template_kwargs: Mapping[str, Any],
-) -> str:
+def proof_key(identity: bytes, added_ids: Mapping[str, int], stop_ids: Iterable[int]) -> str:
     """32 hexadecimal digits: a digest of all that a proof depends on.
 
     Args:
+        identity: that of the renderer.
         added_ids: the id of each added token.
     """
     parts = (
         PROOF_VERSION,
-        chat_template,
+        identity,
         sorted(added_ids.items()),
         sorted(stop_ids),
-        content_format,
-        dict(default_template_kwargs),
         [version(name) for name in ("jinja2", "transformers")],
     )
     return digest(*parts).hex()

@@ -58,6 +58,9 @@ class Syntax:
     """The formats in which the template prints the time; one with microseconds replaces unknown ones."""
     parsed: bool = True
     """Whether the source could be parsed."""
+    complete: bool = True
+    """Whether a rendering depends on no other variable, and merges no new message into the first one; False
+    where there is no source to read."""
 
 
 class _Generation(Extension):

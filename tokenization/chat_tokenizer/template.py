@@ -6,55 +6,23 @@ depends on the template's source only, and is determined once for each template.
 """
 
 import inspect
+import json
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from typing import Any
 
 from chat_tokenizer.cache import BoundedCache
 from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported
-from chat_tokenizer.messages import Message, Tools, changes_start, for_template, tools_for_template
+from chat_tokenizer.messages import Message, changes_start, for_template, tools_for_template
+from chat_tokenizer.renderer import RenderOptions
 from chat_tokenizer.syntax import Syntax, join_syntaxes, read_syntax
 from chat_tokenizer.traits import ContentFormat, Traits, read_traits, takes_later_system
 
 
-@dataclass(frozen=True, slots=True)
-class RenderOptions:
-    """The inputs of a rendering besides the messages."""
-
-    tools: Tools | None = None
-    add_generation_prompt: bool = True
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-    def key(self) -> object:
-        """A value for cache keys."""
-        return [list(self.tools) if self.tools else None, dict(self.kwargs), self.add_generation_prompt]
-
-
-@dataclass(frozen=True, slots=True)
-class Append:
-    """New messages after a sampled turn, and how they are rendered."""
-
-    context: Sequence[Message]
-    """The messages up to and including the turn: the history, or a smaller context that stands for it."""
-    new: Sequence[Message]
-    """The messages after it."""
-    options: RenderOptions
-
-    @property
-    def turn(self) -> Message:
-        """The sampled turn."""
-        return self.context[-1]
-
-    def after(self, context: Sequence[Message]) -> "Append":
-        """The same messages after another context."""
-        return Append(context, self.new, self.options)
-
-
 class Template:
-    """The chat template of a tokenizer. Safe to use from several threads."""
+    """The chat template of a tokenizer: a `Renderer`. Safe to use from several threads."""
 
     def __init__(
         self,
@@ -120,6 +88,17 @@ class Template:
         template = self._tokenizer.chat_template
         sources = list(template.values()) if isinstance(template, dict) else [template]
         return join_syntaxes([read_syntax(source) for source in sources])
+
+    @cached_property
+    def identity(self) -> bytes:
+        """See `Renderer.identity`: the source of the template and its settings."""
+        template = self._tokenizer.chat_template
+        source = template if isinstance(template, str) else json.dumps(template, sort_keys=True, default=repr)
+        identity = source.encode("utf-8", "surrogatepass")
+        if self._content_format or self._defaults:
+            settings = [self._content_format, self._defaults]
+            identity += b"\0" + json.dumps(settings, sort_keys=True, default=repr).encode()
+        return identity
 
     def takes_later_system(self) -> bool:
         """Whether the templates for requests with and without tools take later system messages."""

@@ -24,7 +24,7 @@ from chat_tokenizer.added_tokens import common_prefix_length
 from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported
 from chat_tokenizer.messages import Message, arguments_of
 from chat_tokenizer.new_texts import Marks, check_new_texts, has_text, unused_marks, with_argument, with_marks
-from chat_tokenizer.template import Append, Template
+from chat_tokenizer.renderer import Append, Renderer
 
 TURN_NOT_PRINTED = "turn_not_printed"
 """A note: the template prints nothing of the turn's tool calls, or not its content."""
@@ -111,7 +111,7 @@ class Marked:
         return all(word in turn for word in re.findall(r"\w+", unmarked[start : len(unmarked) - end]))
 
 
-def render_tail(template: Template, append: Append, guide: Tail | None = None) -> tuple[Tail, Marked]:
+def render_tail(template: Renderer, append: Append, guide: Tail | None = None) -> tuple[Tail, Marked]:
     """Render a context and new messages; cut at the marker.
 
     Args:
@@ -176,7 +176,7 @@ def with_other_numbers(guide: Tail, text: str) -> Tail | None:
     return tail if next(leads) == next(leads) else None
 
 
-def render_marked(template: Template, append: Append, marks: Marks | None = None) -> Marked:
+def render_marked(template: Renderer, append: Append, marks: Marks | None = None) -> Marked:
     """Render a context and new messages, with a marker in the turn.
 
     Raises: as `render_tail`.
@@ -202,7 +202,7 @@ def render_marked(template: Template, append: Append, marks: Marks | None = None
     raise TemplateUnsupported("the template prints nothing of an assistant turn")
 
 
-def _tail_if_last(template: Template, marked: Append, mark: str) -> str:
+def _tail_if_last(template: Renderer, marked: Append, mark: str) -> str:
     try:
         text = template.text(marked.context, replace(marked.options, add_generation_prompt=False))
     except InvalidMessages:
@@ -260,7 +260,7 @@ def _without_part_closing(before: str, after: str) -> str:
     return after
 
 
-def _around_new_texts(template: Template, marked: Append, marks: Marks) -> tuple[str, str]:
+def _around_new_texts(template: Renderer, marked: Append, marks: Marks) -> tuple[str, str]:
     """The text between the turn and the first new text, and the text after the last one.
 
     Both are from a rendering with markers as the new texts.

@@ -13,6 +13,7 @@
     ├── EngineBroken       502  the engine closed the connection or returned a malformed response
     ├── Unavailable        503  the same request may succeed later; sent with Retry-After
     │   ├── EngineUnavailable  503  no engine responds
+    │   │   └── RendererUnavailable  503  no engine renders the messages
     │   ├── NotReady           503  the proxy still prepares something that the request needs
     │   ├── OutOfSockets       503  this process has no file descriptor or port left
     │   └── Stopping           503  the proxy stops before the request is complete
@@ -152,6 +153,10 @@ class Unavailable(ApiError):
 
 class EngineUnavailable(Unavailable):
     """No engine responds."""
+
+
+class RendererUnavailable(EngineUnavailable):
+    """An engine renders the messages of this model, and none responded in time."""
 
 
 class NotReady(Unavailable):

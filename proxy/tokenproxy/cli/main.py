@@ -19,7 +19,7 @@ Token-exact multi-turn chat for vLLM: append to the ids the engine saw, never re
   tokenproxy key NAME --file FILE  make an API key for `tokenproxy serve --api-key-file FILE`
   tokenproxy run -- COMMAND        a coding agent, or any program, recorded in a session of its own
   tokenproxy env PROGRAM           the environment that makes a program use the proxy
-  tokenproxy check MODEL           what can be appended exactly with a chat template
+  tokenproxy check MODEL           what can be appended exactly with a chat template, or on a server
   tokenproxy export --out FILE     recorded conversations as training samples
   tokenproxy view SESSION          a rollout as one HTML file: its tokens, their origin, their drift
   tokenproxy top                   what a running proxy does now, in the terminal
@@ -80,8 +80,9 @@ rewrites its history, and to which shapes of conversation messages can be append
 
   tokenproxy check Qwen/Qwen3-0.6B         a hub name or a model folder
   tokenproxy check template.jinja --json   a template alone; its special tokens are guessed from the text
+  tokenproxy check --upstream http://a:8000   a running vLLM, also one that renders without a template
 
-Exit code 0 if every shape is exact, 1 if some are refused, 2 if there is no such template.
+Exit code 0 if every shape is exact, 1 if some are refused, 2 if there is no such template or server.
 """
 
 _EXPORT = """\
@@ -189,7 +190,10 @@ def _add_key(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="MODEL_OR_TEMPLATE", help="model folder, hub name or .jinja file")
+    add = parser.add_argument
+    add("source", metavar="MODEL_OR_TEMPLATE", nargs="?", help="model folder, hub name or .jinja file")
+    add("--upstream", metavar="URL", help="examine how this running vLLM renders (MODEL: its tokenizer)")
+    add("--api-key", metavar="KEY", help="for the requests to --upstream")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=_check)
 
@@ -333,17 +337,9 @@ def _key(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    import json
+    from tokenproxy.cli.check import run_check
 
-    from chat_tokenizer import TokenizerUnavailable
-    from chat_tokenizer.check import check, load_for_check, table
-
-    try:
-        report = check(load_for_check(options.source))
-    except TokenizerUnavailable as error:
-        raise UsageError(str(error)) from error
-    print(json.dumps(report.as_dict(), ensure_ascii=False, indent=2) if options.json else table(report))
-    return 0 if report.exact else 1
+    return run_check(options.source, options.upstream, options.api_key, as_json=options.json)
 
 
 def _export(options: argparse.Namespace) -> int:

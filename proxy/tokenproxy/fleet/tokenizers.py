@@ -2,63 +2,45 @@
 
 The proxy needs the tokenizer to append messages to ids. A tokenizer that differs from the engine's (another
 template, other defaults) would produce prompts that the engine never renders. So every engine renders a few
-conversations, and on any difference appending is refused with the reason. An engine does not report which
-content format it runs with (`--chat-template-content-format`): it is the one with which all renderings agree.
+conversations; if there is no template, or on any difference, the engine itself is the renderer. An engine
+does not report which content format it runs with (`--chat-template-content-format`): it is the one with which
+all renderings agree.
 """
 
 import asyncio
 import gc
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from chat_tokenizer import ChatTokenizer, TokenizationError
+from chat_tokenizer.cache import digest
+from chat_tokenizer.messages import Message
+from chat_tokenizer.renderer import RenderOptions
 from chat_tokenizer.traits import ContentFormat
-from tokenproxy.base.errors import Unsupported
+from tokenproxy.base.errors import ApiError, RendererUnavailable, Unsupported
 from tokenproxy.engine.discovery import Model
-from tokenproxy.engine.protocol import Engine, examine
-from tokenproxy.engine.token_in import json_request
+from tokenproxy.engine.protocol import Engine
+from tokenproxy.engine.rendering import (
+    CONSUMED,
+    CONVERSATIONS,
+    TOKENIZE,
+    Conversation,
+    RenderRoute,
+    consumed,
+    find_route,
+    rendered,
+    without_dates,
+)
 
 log = logging.getLogger("tokenproxy")
 
-_TOOL_CALL = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
-_TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-_IN_PARTS = [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Be kind."}]
-
-
-def _message(role: str, content: Any, **fields: Any) -> dict[str, Any]:
-    return {"role": role, "content": content, **fields}
-
-
-_QUESTION, _ANSWER = _message("user", "What is 2 + 2?"), _message("assistant", "It is 4.")
-_CALL = _message("assistant", "", tool_calls=[_TOOL_CALL])
-_RESULT = _message("tool", "4", tool_call_id="call00001")
-_SYSTEM, _DEVELOPER = _message("system", "Be brief."), _message("developer", "Be brief.")
-_REQUESTS: list[dict[str, Any]] = [
-    {"messages": [_QUESTION]},
-    {"messages": [_message("user", "What is 2 + 2?\n"), _ANSWER, _message("user", " Grüße,  in words: 四?")]},
-    {"messages": [_QUESTION, _CALL, _RESULT]},
-    # the tool lacks a description, which engines fill in
-    {"messages": [_QUESTION], "tools": [_TOOL]},
-    # content as text or as parts
-    {"messages": [_message("user", _IN_PARTS)]},
-    {"messages": [_message("system", _IN_PARTS), _QUESTION]},
-    # messages that engines may merge into the first
-    {"messages": [_DEVELOPER, _QUESTION]},
-    {"messages": [_SYSTEM, _QUESTION, _ANSWER, _message("developer", _IN_PARTS), _QUESTION]},
-    {"messages": [_QUESTION, _ANSWER, _SYSTEM, _QUESTION]},
-]
-"""Rendered by the engine, and compared with it. A conversation that the engine refuses is skipped."""
 _CONTENT_FORMATS: tuple[ContentFormat, ...] = ("string", "openai")
-
-
-class _Rendered(msgspec.Struct):
-    tokens: list[int]
+RENDER_TIMEOUT_S = 30.0
 
 
 class Tokenizers:
@@ -81,6 +63,7 @@ class Tokenizers:
         self._source = source
         self._load_one = partial(
             ChatTokenizer.load,
+            needs_template=False,
             chat_template=chat_template,
             revision=revision,
             trust_remote_code=trust_remote_code,
@@ -91,6 +74,7 @@ class Tokenizers:
         self._proof_folder = proof_folder
         self._loading: dict[str, asyncio.Task[list[ChatTokenizer]]] = {}
         self._examined: dict[int, ChatTokenizer] = {}
+        self._by_engines: dict[bytes, tuple[ChatTokenizer, EngineRenderings]] = {}
 
     async def find(self, engine: Engine, model: Model | None) -> ChatTokenizer:
         """The tokenizer of the model that an engine serves, compared with that engine.
@@ -120,12 +104,76 @@ class Tokenizers:
                 param="append_messages",
                 code="no_tokenizer",
             ) from error
-        tokenizer = await _find_alike(candidates, engine)
+        tokenizer = await self._find_alike(candidates, engine)
         if id(tokenizer) not in self._examined:
             self._examined[id(tokenizer)] = tokenizer
             # a daemon, because the end of the process must not wait for a proof
             threading.Thread(target=self._prove, args=(tokenizer,), name="prove", daemon=True).start()
         return tokenizer
+
+    async def _find_alike(self, candidates: list[ChatTokenizer], engine: Engine) -> ChatTokenizer:
+        """The first tokenizer that renders the same ids as the engine, or one that asks the engine.
+
+        Raises:
+            Unsupported: there is none, or no rendering to compare.
+            ApiError: the engine does not respond.
+        """
+        prompts = await consumed(engine)
+        with_template = [each for each in candidates if each.has_template]
+        if with_template:
+            try:
+                ids = await rendered(engine, TOKENIZE, CONVERSATIONS)
+            except Unsupported:
+                ids = []
+            pairs = [*zip(CONVERSATIONS, ids, strict=False), *zip(CONSUMED, prompts, strict=True)]
+            shown = [(conversation, each) for conversation, each in pairs if each is not None]
+            for candidate in with_template if shown else ():
+                if await asyncio.to_thread(_agrees, candidate, shown):
+                    return candidate
+        route = await find_route(engine, prompts)
+        if route is None:
+            raise Unsupported(
+                f"the engine {engine.name} renders no conversation to compare the tokenizer with: "
+                "its /tokenize route and chat template must accept a conversation",
+                param="append_messages",
+                code="tokenizer_unchecked",
+            )
+        return await self._rendered_by(candidates[0], engine, route)
+
+    async def _rendered_by(
+        self, tokenizer: ChatTokenizer, engine: Engine, route: RenderRoute
+    ) -> ChatTokenizer:
+        """The tokenizer whose conversations are rendered by this engine, and by others that render alike.
+
+        Raises:
+            Unsupported: the tokenizer does not give the ids of the engine's renderings.
+            ApiError: the engine does not respond.
+        """
+        ids = await rendered(engine, route, CONVERSATIONS)
+        shown = [
+            (conversation, each)
+            for conversation, each in zip(CONVERSATIONS, ids, strict=True)
+            if each is not None
+        ]
+        texts = [without_dates(tokenizer.decode(each)) for _, each in shown]
+        identity = digest(tokenizer.fingerprint, texts)
+        if identity not in self._by_engines:
+            renderings = EngineRenderings(route)
+            renderings.engines.append(engine)
+            asking = tokenizer.rendered_by_engine(renderings, identity)
+            if not await asyncio.to_thread(_agrees, asking, shown):
+                raise Unsupported(
+                    f"the tokenizer in {tokenizer.source!r} gives other ids for the prompts of the engine "
+                    f"{engine.name}: set `tokenizer` and `chat_template` to what the engine uses",
+                    param="append_messages",
+                    code="tokenizer_mismatch",
+                )
+            self._by_engines[identity] = (asking, renderings)
+            log.info("%s renders the conversations itself, by %s", engine.name, route.path)
+        asking, renderings = self._by_engines[identity]
+        if engine not in renderings.engines:
+            renderings.engines.append(engine)
+        return asking
 
     def _load(self, source: str) -> list[ChatTokenizer]:
         """The tokenizer; if no content format is configured, followed by one with each format."""
@@ -138,6 +186,11 @@ class Tokenizers:
     def _prove(self, tokenizer: ChatTokenizer) -> None:
         try:
             proof = tokenizer.prove(self._proof_folder)
+        except RendererUnavailable as error:
+            # without a proof whole histories are rendered; the next engine that is found starts another
+            self._examined.pop(id(tokenizer), None)
+            log.warning("how %s renders is not examined: %s", tokenizer.source, error)
+            return
         except Exception:  # the boundary of the thread: without a proof whole histories are rendered
             log.exception("the chat template of %s could not be examined", tokenizer.source)
             return
@@ -150,52 +203,50 @@ class Tokenizers:
         )
 
 
-async def _find_alike(candidates: list[ChatTokenizer], engine: Engine) -> ChatTokenizer:
-    """The first tokenizer that renders the same ids as the engine.
-
-    Raises:
-        Unsupported: there is none, or no rendering to compare.
-    """
-    renderings = [(request, ids) for request in _REQUESTS if (ids := await _rendered(engine, request))]
-    if not renderings:
-        raise Unsupported(
-            f"the engine {engine.name} renders no conversation to compare the tokenizer with: "
-            "its /tokenize route and chat template must accept a conversation",
-            param="append_messages",
-            code="tokenizer_unchecked",
-        )
-    for candidate in candidates:
-        if await asyncio.to_thread(_agrees, candidate, renderings):
-            return candidate
-    raise Unsupported(
-        f"the tokenizer or template in {candidates[0].source!r} renders other ids than the engine "
-        f"{engine.name}: set `tokenizer` and `chat_template` to what the engine uses",
-        param="append_messages",
-        code="tokenizer_mismatch",
-    )
-
-
-async def _rendered(engine: Engine, request: dict[str, Any]) -> list[int] | None:
-    """The ids to which an engine renders a conversation; None if it refuses the request.
-
-    Raises:
-        ApiError: the engine does not respond.
-    """
-    status, body = await examine(engine, json_request("/tokenize", request))
-    if status != 200:
-        return None
-    try:
-        return msgspec.json.decode(body, type=_Rendered).tokens
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
-
-
-def _agrees(tokenizer: ChatTokenizer, renderings: list[tuple[dict[str, Any], list[int]]]) -> bool:
+def _agrees(tokenizer: ChatTokenizer, renderings: Sequence[tuple[Conversation, list[int]]]) -> bool:
     """Whether a tokenizer renders every conversation as the engine does."""
     try:
         return all(
-            tokenizer.render(request["messages"], tools=request.get("tools")) == engine_ids
-            for request, engine_ids in renderings
+            tokenizer.render(messages, tools=options.tools) == engine_ids
+            for (messages, options), engine_ids in renderings
         )
     except TokenizationError:  # a template that refuses what the engine renders is another one
         return False
+
+
+class EngineRenderings:
+    """Renders conversations on any of the engines that render alike. Called on threads only."""
+
+    def __init__(self, route: RenderRoute) -> None:
+        self.engines: list[Engine] = []
+        self._route = route
+        self._loop = asyncio.get_running_loop()
+
+    def __call__(self, messages: Sequence[Message], options: RenderOptions) -> list[int]:
+        """The ids of a conversation; see `chat_tokenizer.engine_renderer.Render`.
+
+        Raises:
+            InvalidMessages: the engine refuses the messages.
+            RendererUnavailable: none of the engines responds in time.
+        """
+        if self._loop.is_closed():
+            raise RendererUnavailable("the proxy stops")
+        rendering = asyncio.run_coroutine_threadsafe(self._render((messages, options)), self._loop)
+        try:
+            return rendering.result(RENDER_TIMEOUT_S)
+        except (TimeoutError, CancelledError) as error:
+            rendering.cancel()
+            raise RendererUnavailable(
+                f"no engine rendered the messages within {RENDER_TIMEOUT_S:.0f} s"
+            ) from error
+
+    async def _render(self, conversation: Conversation) -> list[int]:
+        # they take turns
+        self.engines.append(self.engines.pop(0))
+        problem = ""
+        for engine in list(self.engines):
+            try:
+                return await self._route.ids(engine, conversation)
+            except ApiError as error:
+                problem = error.message
+        raise RendererUnavailable(f"no engine renders the messages: {problem}")

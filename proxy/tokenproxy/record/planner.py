@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from chat_tokenizer import InvalidMessages, TemplateUnsupported, ids
 from chat_tokenizer.errors import TooManyIds
 from chat_tokenizer.placeholders import PlaceholdersDiffer
+from tokenproxy.base.errors import RendererUnavailable
 from tokenproxy.base.request import ChatRequest, GivenIds, ThinkingPolicy
 from tokenproxy.record.appending import (
     NewMessages,
@@ -189,6 +190,8 @@ class Planner:
             return Reason.TEMPLATE_REFUSED
         except (NotLoadable, PlaceholdersDiffer):
             return Reason.MEDIA
+        except RendererUnavailable:
+            return Reason.RENDERER_UNAVAILABLE
         if turn.rollout == placement.session.id:
             placement = replace(placement, parent=turn, first_new=first)
         return Extended(

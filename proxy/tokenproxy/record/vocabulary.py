@@ -58,6 +58,10 @@ class Reason(_Explained):
         "the ids to append are not certain for this template and these messages",
     )
     TEMPLATE_REFUSED = "template_refused", "the chat template refuses the new messages"
+    RENDERER_UNAVAILABLE = (
+        "renderer_unavailable",
+        "the engine renders the messages of this model, and none responded in time",
+    )
     CONTEXT_OVERFLOW = (
         "context_overflow",
         "the recorded ids outgrew the model's context: the messages are rendered anew (`overflow: render`)",

@@ -93,7 +93,7 @@ def _other_template(engine: FakeVllm) -> None:
         (_no_ids, "its route for prompt ids is none, not chat"),
         (_prints_a_field, "its list of rendered fields is tool_choice, not empty"),
         (_other_logprobs, "its logprobs mode is processed_logprobs, not unknown"),
-        (_other_template, "renders other ids than the engine"),
+        (_other_template, "it renders with another tokenizer or chat template"),
     ],
 )
 def test_a_replica_that_differs_is_not_ready_and_says_why(

@@ -60,16 +60,19 @@ async def test_failed_load_is_reported_and_retried(engine: HttpEngine, tmp_path:
         ("'<|im_start|>' + message.role", "'<|im_start|>' + message.role | replace('tool', 'user')"),
     ],
 )
-async def test_other_templates_than_the_engines_are_refused(
+async def test_engine_renders_where_its_template_is_another(
     engine: HttpEngine, model: Model, mortal: FakeVllm, change: tuple[str, str]
 ) -> None:
     chatml = CHATML.replace("message.role + '\n'", "message.role + '\\n'")
     mortal.chat_template = change[1] if change[0] == CHATML else chatml.replace(*change)
     assert mortal.chat_template != chatml
-    with pytest.raises(Unsupported, match="renders other ids") as caught:
-        await Tokenizers().find(engine, model)
-    assert caught.value.code == "tokenizer_mismatch"
-    await Tokenizers(None, mortal.chat_template).find(engine, model)
+    asking = await Tokenizers().find(engine, model)
+    loaded = await Tokenizers(None, mortal.chat_template).find(engine, model)
+    assert (asking.engine_renders, loaded.engine_renders) == (True, False)
+    turn = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+    new = [{"role": "user", "content": "And?"}]
+    appended = await asyncio.to_thread(asking.append, [1], new, history=turn)
+    assert appended.suffix_ids == loaded.append([1], new, history=turn).suffix_ids
 
 
 async def test_conversations_that_the_template_refuses_are_skipped(
@@ -86,7 +89,7 @@ async def test_engine_that_renders_nothing_or_nonsense_is_refused(
     engine: HttpEngine, model: Model, mortal: FakeVllm
 ) -> None:
     for answer in (Canned(b"", 404), Canned(b'{"tokens": "1"}')):
-        mortal.canned["/tokenize"] = answer
+        mortal.canned["/tokenize"] = mortal.canned["/v1/chat/completions"] = answer
         with pytest.raises(Unsupported, match="renders no conversation") as caught:
             await Tokenizers().find(engine, model)
         assert caught.value.code == "tokenizer_unchecked"
@@ -115,5 +118,5 @@ async def test_content_format_is_the_one_that_the_engine_runs_with(
     assert await tokenizers.find(engine, model) is tokenizer
     user = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     assert "user\na\nb<|im_end|>" in tokenizer.decode(tokenizer.append([1], [user]).suffix_ids)
-    with pytest.raises(Unsupported, match="renders other ids"):
-        await Tokenizers(None, _EITHER, content_format="openai").find(engine, model)
+    other = Tokenizers(None, _EITHER, content_format="openai")
+    assert (await other.find(engine, model)).engine_renders

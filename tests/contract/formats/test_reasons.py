@@ -19,7 +19,13 @@ _IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url":
 _ANSWER = Canned(b'{"choices": []}', headers={"content-type": "application/json"})
 _NOT_HERE = {
     *("no_ids", "text_prompt", "prefix_given", "no_token_in", "context_overflow", "thinking_dropped"),
-    *("store_unavailable", "tokenizer_mismatch", "template_unsupported", "call_repaired"),
+    *(
+        "store_unavailable",
+        "tokenizer_mismatch",
+        "tokenizer_unchecked",
+        "template_unsupported",
+        "call_repaired",
+    ),
 }
 """Reasons that tests of other files provoke."""
 
@@ -121,10 +127,17 @@ def test_no_tokenizer(other: Callable[..., Talk], tmp_path: Path) -> None:
     assert _second(other(tokenizer=str(tmp_path))).reason == "no_tokenizer"
 
 
-def test_tokenizer_unchecked(other: Callable[..., Talk]) -> None:
-    canned = {"/tokenize": Canned(b'{"error": "no"}', 404)}
-    made = other(lambda engine: engine.canned.update(canned))
-    assert _second(made).reason == "tokenizer_unchecked"
+def test_renderer_unavailable(other: Callable[..., Talk]) -> None:
+    template = CHATML.replace("'<|im_start|>' + message.role", "'<|im_start|>' + message.role | upper")
+
+    def renders_otherwise(engine: FakeVllm) -> None:
+        engine.chat_template = template
+
+    made = other(renders_otherwise)
+    made.ask(reply=Reply(SPLIT))
+    assert made.ask(_MORE, reply=Reply(SPLIT)).source == "extended"
+    made.pair.fake.canned["/tokenize"] = Canned(b'{"error": "busy"}', 503)
+    assert made.ask(user("other")).reason == "renderer_unavailable"
 
 
 def test_a_default_of_the_tool_in_a_call_is_no_edit(talk: Callable[..., Talk]) -> None:

@@ -11,7 +11,8 @@ from functools import cached_property
 from typing import Any
 
 from chat_tokenizer import InvalidMessages
-from chat_tokenizer.template import RenderOptions, Template
+from chat_tokenizer.renderer import RenderOptions
+from chat_tokenizer.template import Template
 from tests.support.templates.marks import MARKS
 from tests.support.templates.shapes import TOOLS, Message, assistant, call, user
 

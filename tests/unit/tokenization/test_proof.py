@@ -8,7 +8,7 @@ import pytest
 
 from chat_tokenizer.histories import user
 from chat_tokenizer.proof import Locality, Proof, load_proof, prove, store_proof
-from chat_tokenizer.template import RenderOptions
+from chat_tokenizer.renderer import RenderOptions
 from tests.unit.tokenization.in_memory import tokenizer_with
 
 NEW, TURN, HISTORY = Locality.NEW, Locality.TURN, Locality.HISTORY

@@ -1,0 +1,102 @@
+"""Renders conversations by asking the engine, for models that have no chat template or another one.
+
+vLLM renders the prompts of some models with Python code of its own: Mistral's, DeepSeek's, Kimi K3's, and
+gpt-oss' in Harmony. Only the engine knows how, and it returns ids. Their text is used like the rendering of a
+template, if the tokenizer gives the same ids for it; so the ids that are appended are always the engine's.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from chat_tokenizer.cache import BoundedCache, digest
+from chat_tokenizer.encoder import Encoder
+from chat_tokenizer.errors import TemplateUnsupported
+from chat_tokenizer.messages import Message
+from chat_tokenizer.renderer import RenderOptions
+from chat_tokenizer.syntax import Syntax
+
+Render = Callable[[Sequence[Message], RenderOptions], list[int]]
+"""Returns the ids that the engine renders. Raises InvalidMessages if it refuses the messages, and an error
+that is no `TokenizationError` if it does not respond."""
+
+_SYNTAX = Syntax(
+    # texts that models and renderers treat in a special way
+    strings=("</think>", "/no_think", "{}"),
+    numbers=(),
+    fields=(),
+    kwargs={"enable_thinking": (), "thinking": (), "reasoning_effort": ("low", "medium", "high", "none")},
+    complete=False,
+)
+"""What a renderer without a source may depend on. Other variables count as not tried."""
+_OWN_ARGUMENTS = frozenset(
+    {"chat_template", "continue_final_message", "conversation", "max_length", "messages", "padding"}
+    | {"return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs"}
+    | {"tools", "truncation"}
+)
+
+
+class EngineRenderer:
+    """The engine as a `Renderer`. Safe to use from several threads, never on an event loop: it waits."""
+
+    syntax = _SYNTAX
+    own_arguments = _OWN_ARGUMENTS
+
+    def __init__(self, encoder: Encoder, render: Render, identity: bytes) -> None:
+        """`identity`: equal for engines that render alike."""
+        self.identity = identity
+        self._encoder = encoder
+        self._render = render
+        self._texts: BoundedCache[bytes, str] = BoundedCache(512, lambda text: len(text) <= 16_384)
+
+    def text(self, messages: Sequence[Message], options: RenderOptions) -> str:
+        """See `Renderer.text`."""
+        sent = [_for_engine(message) for message in messages]
+        key = digest(sent, options.key())
+        return self._texts.get_or_make(key, lambda: self._text(sent, options))
+
+    def _text(self, messages: Sequence[Message], options: RenderOptions) -> str:
+        ids = self._render(messages, options)
+        text = self._encoder.decode(ids)
+        # texts that look like special tokens, halves of characters, and tokenisers that encode in parts
+        if self._encoder.encode(text) != ids:
+            raise TemplateUnsupported("the text of the engine's rendering does not have its ids")
+        return text
+
+    def refuse_merged(
+        self, new: Sequence[Message], history: Sequence[Message] | None, options: RenderOptions
+    ) -> None:
+        """See `Renderer.refuse_merged`: without a source, only the real history shows what is merged.
+
+        Raises:
+            TemplateUnsupported: there is no history, and a new message is a system or developer message.
+        """
+        if history is None and any(message.get("role") in ("system", "developer") for message in new):
+            raise TemplateUnsupported(
+                "the engine may merge system and developer messages into the first message: give `history`"
+            )
+
+    def takes_later_system(self) -> bool:
+        """See `Renderer.takes_later_system`: vLLM merges them only for a template that refuses them."""
+        return True
+
+    def now(self) -> list[str]:
+        """See `Renderer.now`: what follows a turn holds no time."""
+        return []
+
+
+def _for_engine(message: Message) -> Message:
+    """A message in the form of the OpenAI API: no field is null, the arguments of calls are JSON text."""
+    given = {name: value for name, value in message.items() if value is not None}
+    if isinstance(calls := given.get("tool_calls"), list):
+        given["tool_calls"] = [_with_json(call) for call in calls]
+    return given
+
+
+def _with_json(call: object) -> object:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    arguments: Any = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or isinstance(arguments, str):
+        return call
+    text = "{}" if arguments is None else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
