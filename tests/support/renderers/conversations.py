@@ -43,6 +43,13 @@ class Cell:
         tools = {"tools": self.tools} if self.tools else {}
         return {"messages": self.messages, **tools, **_asked(self.options)}
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The template arguments that the chat route makes of the request."""
+        effort = self.options.get("reasoning_effort")
+        thinking = {} if effort is None else {"enable_thinking": effort != "none"}
+        return {**thinking, **self.options}
+
 
 def _asked(options: dict[str, Any]) -> dict[str, Any]:
     arguments = {name: value for name, value in options.items() if name != "reasoning_effort"}
@@ -76,10 +83,7 @@ def _renamed(messages: list[Message]) -> list[Message]:
 
 def pieces_of(layout: str, cell: Cell) -> Pieces:
     """What a layout makes of a conversation, without an abridged preamble. Raises Unrenderable."""
-    options = dict(cell.options)
-    if "reasoning_effort" in options:
-        options["enable_thinking"] = options["reasoning_effort"] != "none"
-    return after_preamble(layout, LAYOUTS[layout](cell.messages, cell.tools, options))
+    return after_preamble(layout, LAYOUTS[layout](cell.messages, cell.tools, cell.arguments))
 
 
 def is_abridged(layout: str) -> bool:

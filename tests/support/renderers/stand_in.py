@@ -72,7 +72,7 @@ class StandIn(TinyModel):
         return model
 
     @cached_property
-    def _vocabulary(self) -> Mapping[str, int]:
+    def vocabulary(self) -> Mapping[str, int]:
         return {**self.reference.get_vocab(), **dict.fromkeys(_ENDS, END)}
 
     def render(
@@ -85,4 +85,4 @@ class StandIn(TinyModel):
         """Ids of a conversation. Raises Unrenderable."""
         options["add_generation_prompt"] = add_generation_prompt
         pieces = LAYOUTS[self.layout_name](messages, tools or [], options)
-        return ids_of(pieces, self._vocabulary.__getitem__, self.encode)
+        return ids_of(pieces, self.vocabulary.__getitem__, self.encode)
