@@ -113,7 +113,9 @@ _END = {
     "deepseek": Marker("<\uff5cend\u2581of\u2581sentence\uff5c>"),
     "inkling": Marker("<|content_model_end_sampling|>"),
 }
-"""What ends a turn."""
+"""What ends a turn, and no other message."""
+_PROMPTS = {"harmony": 2, "kimi": 6}
+"""The number of pieces of a generation prompt, where all messages end alike."""
 
 
 def appended_pieces(
@@ -127,9 +129,9 @@ def appended_pieces(
     render = LAYOUTS[layout]
     plain = [_plain(message) if message["role"] == "assistant" else message for message in history]
     pieces = render([*plain, *new], tools, options)
-    if (end := _END.get(layout.split("_")[0])) is None:
-        prompt = 2  # of the generation prompt
-        return pieces[len(render(plain, tools, options)) - prompt :]
+    family = layout.split("_")[0]
+    if (end := _END.get(family)) is None:
+        return pieces[len(render(plain, tools, options)) - _PROMPTS[family] :]
     return pieces[len(pieces) - pieces[::-1].index(end) :]
 
 
