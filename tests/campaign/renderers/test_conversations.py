@@ -38,10 +38,6 @@ _TURNS: dict[str, tuple[str, ...]] = {
     "mistral_v13": ("[/THINK]", "[TOOL_CALLS]"),
 }
 """What else of a turn is made probable: the end of thinking, and the beginning of required calls."""
-_FLAGS = (
-    *("--max-model-len", "8192"),
-    *("--structured-outputs-config", '{"backend": "guidance", "disable_any_whitespace": true}'),
-)
 _TOOLS: list[Message] = [
     {
         "type": "function",
@@ -144,10 +140,19 @@ class Talk:
             assert turn.prompt[len(whole) :] == self.served.renderer.ids_of(pieces)
 
 
+def _flags(model: RendererModel) -> tuple[str, ...]:
+    # Mistral's newer grammars are for guidance, DeepSeek's structural tags for xgrammar
+    backend = "guidance" if model.name in ("mistral_v11", "mistral_v13") else "xgrammar"
+    grammars = {"backend": backend, "disable_any_whitespace": True}
+    own = ("--structured-outputs-config", json.dumps(grammars), "--max-model-len", "8192")
+    return (*own, *model.flags)
+
+
 def _turn_of(response: httpx.Response) -> Turn:
-    chunks = [response.json()]
-    if response.headers["content-type"].startswith("text/event-stream"):
-        chunks = [chunk for chunk in data_of(response.content) if chunk["choices"]]
+    streamed = response.headers["content-type"].startswith("text/event-stream")
+    chunks = (
+        [each for each in data_of(response.content) if each["choices"]] if streamed else [response.json()]
+    )
     [message] = assembled(response)
     choices = [chunk["choices"][0] for chunk in chunks]
     headers = response.headers
@@ -187,9 +192,8 @@ def served(
     model, oracle = renderer
     folder = tmp_path_factory.mktemp(model.name)
     inside = request.param == WAYS[0]
-    flags = (*_FLAGS, *model.flags)
     with start_engine(
-        model.folder, folder / "vllm.log", *flags, plugin=inside, environment=model.environment
+        model.folder, folder / "vllm.log", *_flags(model), plugin=inside, environment=model.environment
     ) as engine:
         engine.wait_ready(START_TIMEOUT_S)
         if inside:
