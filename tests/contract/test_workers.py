@@ -17,6 +17,8 @@ from tokenproxy.cli.main import main
 from tokenproxy.settings import Settings
 
 _ENGINE = "http://127.0.0.1:1"
+pytestmark = pytest.mark.timeout(60)
+"""Three processes import the whole program before a request is answered."""
 
 
 @pytest.fixture

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 if missing := missing_program():
     pytest.skip(missing, allow_module_level=True)
 
+pytestmark = pytest.mark.timeout(60)
+"""The first test starts the browser."""
+
 
 async def test_the_tree_tells_what_became_of_each_turn(viewer: Viewer, small: SmallSession) -> None:
     await viewer.open(f"#/s/{SMALL}")
