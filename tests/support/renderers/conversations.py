@@ -61,8 +61,8 @@ def cells(layout: str) -> Iterator[Cell]:
     """Every prefix of every shape from the sampled turn on, with the template arguments that matter."""
     variants = _THINKING if layout.startswith("deepseek") else ({},)
     for shape in (*SHAPES, *FURTHER_SHAPES):
-        if shape.name in _LOST_BY_VLLM:
-            continue
+        if shape.name in _LOST_BY_VLLM or (layout.startswith("mistral") and "developer" in shape.name):
+            continue  # mistral-common knows developers from 1.13 on, with which vLLM 0.32 cannot parse calls
         for options in variants:
             for count in range(len(shape.new) + 1):
                 messages = _renamed([*shape.history, *shape.new[:count]])
