@@ -176,7 +176,7 @@ def _ready(url: str) -> bool:
         engines = httpx.get(f"{url}/ready", timeout=30).json().get("engines") or []
     except httpx.TransportError:
         return False
-    return bool(engines) and all(engine["ready"] for engine in engines)
+    return bool(engines) and all(engine["ready"] and engine["append"] == "ready" for engine in engines)
 
 
 @pytest.fixture(scope="module", params=MODELS)
