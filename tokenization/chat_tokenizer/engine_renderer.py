@@ -86,10 +86,17 @@ class EngineRenderer:
 
 
 def _for_engine(message: Message) -> Message:
-    """A message in the form of the OpenAI API: no field is null, the arguments of calls are JSON text."""
+    """A message in the one form that all of vLLM's renderers and routes take.
+
+    Some refuse null, or lose the calls next to it; `/tokenize` knows one name of reasoning; the arguments of
+    calls are JSON text.
+    """
     given = {name: value for name, value in message.items() if value is not None}
+    if "reasoning_content" in given:
+        given.setdefault("reasoning", given["reasoning_content"])
     if isinstance(calls := given.get("tool_calls"), list):
         given["tool_calls"] = [_with_json(call) for call in calls]
+        given.setdefault("content", "")
     return given
 
 

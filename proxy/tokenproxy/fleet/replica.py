@@ -363,7 +363,7 @@ class Replica:
     async def _find_tokenizer(self, capabilities: Capabilities, timeout_s: float) -> None:
         """Set the tokenizer of the engine's model, or why there is none. Raises ApiError."""
         problem: Unsupported | None = None
-        self.tokenizer = None
+        self.tokenizer, self._tokenizer_retry_at = None, self._clock()
         try:
             async with asyncio.timeout(timeout_s):
                 self.tokenizer = await self._tokenizers.find(self.questions, capabilities.model)
@@ -371,10 +371,10 @@ class Replica:
             problem = Unsupported("the model's tokenizer is still loading", code="no_tokenizer")
         except Unsupported as error:
             problem = error
+            self._tokenizer_retry_at += TOKENIZER_RETRY_S
         if problem is not None and str(problem) != str(self.tokenizer_problem):
             log.warning("%s: messages cannot be appended to ids: %s", self.name, problem)
         self.tokenizer_problem = problem
-        self._tokenizer_retry_at = self._clock() + TOKENIZER_RETRY_S
 
     @property
     def state(self) -> ReplicaState:

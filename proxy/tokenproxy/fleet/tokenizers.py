@@ -118,7 +118,7 @@ class Tokenizers:
             Unsupported: there is none, or no rendering to compare.
             ApiError: the engine does not respond.
         """
-        prompts = await consumed(engine)
+        prompts, compared = await consumed(engine), False
         with_template = [each for each in candidates if each.has_template]
         if with_template:
             try:
@@ -127,10 +127,13 @@ class Tokenizers:
                 ids = []
             pairs = [*zip(CONVERSATIONS, ids, strict=False), *zip(CONSUMED, prompts, strict=True)]
             shown = [(conversation, each) for conversation, each in pairs if each is not None]
+            compared = bool(shown)
             for candidate in with_template if shown else ():
                 if await asyncio.to_thread(_agrees, candidate, shown):
                     return candidate
         route = await find_route(engine, prompts)
+        if route is None and compared:
+            raise _mismatch(candidates[0], engine)
         if route is None:
             raise Unsupported(
                 f"the engine {engine.name} renders no conversation to compare the tokenizer with: "
@@ -162,12 +165,7 @@ class Tokenizers:
             renderings.engines.append(engine)
             asking = tokenizer.rendered_by_engine(renderings, identity)
             if not await asyncio.to_thread(_agrees, asking, shown):
-                raise Unsupported(
-                    f"the tokenizer in {tokenizer.source!r} gives other ids for the prompts of the engine "
-                    f"{engine.name}: set `tokenizer` and `chat_template` to what the engine uses",
-                    param="append_messages",
-                    code="tokenizer_mismatch",
-                )
+                raise _mismatch(tokenizer, engine)
             self._by_engines[identity] = (asking, renderings)
             log.info("%s renders the conversations itself, by %s", engine.name, route.path)
         asking, renderings = self._by_engines[identity]
@@ -201,6 +199,15 @@ class Tokenizers:
             proof.after_results,
             f" ({proof.reason})" if proof.reason else "",
         )
+
+
+def _mismatch(tokenizer: ChatTokenizer, engine: Engine) -> Unsupported:
+    return Unsupported(
+        f"the tokenizer in {tokenizer.source!r} gives other ids for the prompts of the engine {engine.name}: "
+        "set `tokenizer` and `chat_template` to what the engine uses",
+        param="append_messages",
+        code="tokenizer_mismatch",
+    )
 
 
 def _agrees(tokenizer: ChatTokenizer, renderings: Sequence[tuple[Conversation, list[int]]]) -> bool:

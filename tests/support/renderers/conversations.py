@@ -43,6 +43,13 @@ class Cell:
         tools = {"tools": self.tools} if self.tools else {}
         return {"messages": self.messages, **tools, **_asked(self.options)}
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The template arguments that the chat route makes of the request."""
+        effort = self.options.get("reasoning_effort")
+        thinking = {} if effort is None else {"enable_thinking": effort != "none"}
+        return {**thinking, **self.options}
+
 
 def _asked(options: dict[str, Any]) -> dict[str, Any]:
     arguments = {name: value for name, value in options.items() if name != "reasoning_effort"}
@@ -54,8 +61,8 @@ def cells(layout: str) -> Iterator[Cell]:
     """Every prefix of every shape from the sampled turn on, with the template arguments that matter."""
     variants = _THINKING if layout.startswith("deepseek") else ({},)
     for shape in (*SHAPES, *FURTHER_SHAPES):
-        if shape.name in _LOST_BY_VLLM:
-            continue
+        if shape.name in _LOST_BY_VLLM or (layout.startswith("mistral") and "developer" in shape.name):
+            continue  # mistral-common knows developers from 1.13 on, with which vLLM 0.32 cannot parse calls
         for options in variants:
             for count in range(len(shape.new) + 1):
                 messages = _renamed([*shape.history, *shape.new[:count]])
@@ -76,10 +83,7 @@ def _renamed(messages: list[Message]) -> list[Message]:
 
 def pieces_of(layout: str, cell: Cell) -> Pieces:
     """What a layout makes of a conversation, without an abridged preamble. Raises Unrenderable."""
-    options = dict(cell.options)
-    if "reasoning_effort" in options:
-        options["enable_thinking"] = options["reasoning_effort"] != "none"
-    return after_preamble(layout, LAYOUTS[layout](cell.messages, cell.tools, options))
+    return after_preamble(layout, LAYOUTS[layout](cell.messages, cell.tools, cell.arguments))
 
 
 def is_abridged(layout: str) -> bool:
@@ -109,7 +113,9 @@ _END = {
     "deepseek": Marker("<\uff5cend\u2581of\u2581sentence\uff5c>"),
     "inkling": Marker("<|content_model_end_sampling|>"),
 }
-"""What ends a turn."""
+"""What ends a turn, and no other message."""
+_PROMPTS = {"harmony": 2, "kimi": 6}
+"""The number of pieces of a generation prompt, where all messages end alike."""
 
 
 def appended_pieces(
@@ -123,9 +129,9 @@ def appended_pieces(
     render = LAYOUTS[layout]
     plain = [_plain(message) if message["role"] == "assistant" else message for message in history]
     pieces = render([*plain, *new], tools, options)
-    if (end := _END.get(layout.split("_")[0])) is None:
-        prompt = 2  # of the generation prompt
-        return pieces[len(render(plain, tools, options)) - prompt :]
+    family = layout.split("_")[0]
+    if (end := _END.get(family)) is None:
+        return pieces[len(render(plain, tools, options)) - _PROMPTS[family] :]
     return pieces[len(pieces) - pieces[::-1].index(end) :]
 
 

@@ -11,7 +11,7 @@ from tests.support.renderers.layouts import LAYOUTS
 from tests.support.renderers.pieces import CUT, Marker, Message, Pieces
 from tests.support.tiny_model import END, TinyModel, make_tiny_model
 
-_ENDS = ("</s>", "<\uff5cend▁of▁sentence\uff5c>", "<|content_model_end_sampling|>")
+_ENDS = ("</s>", "<\uff5cend▁of▁sentence\uff5c>", "<|content_model_end_sampling|>", "<|end_of_msg|>")
 """What ends a turn in each layout; the tiny vocabulary has one such token."""
 _MARKERS = {
     "mistral": (
@@ -35,6 +35,7 @@ _MARKERS = {
         *("<|content_text|>", "<|content_thinking|>", "<|unused_200024|>", "<|content_invoke_tool_json|>"),
         "<|end_message|>",
     ),
+    "kimi": ("<|open|>", "<|close|>", "<|sep|>"),
 }
 """By the first word of a layout's name."""
 
@@ -72,7 +73,7 @@ class StandIn(TinyModel):
         return model
 
     @cached_property
-    def _vocabulary(self) -> Mapping[str, int]:
+    def vocabulary(self) -> Mapping[str, int]:
         return {**self.reference.get_vocab(), **dict.fromkeys(_ENDS, END)}
 
     def render(
@@ -85,4 +86,4 @@ class StandIn(TinyModel):
         """Ids of a conversation. Raises Unrenderable."""
         options["add_generation_prompt"] = add_generation_prompt
         pieces = LAYOUTS[self.layout_name](messages, tools or [], options)
-        return ids_of(pieces, self._vocabulary.__getitem__, self.encode)
+        return ids_of(pieces, self.vocabulary.__getitem__, self.encode)

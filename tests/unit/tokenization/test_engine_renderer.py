@@ -134,10 +134,16 @@ def test_new_system_message_needs_the_history(tokenizer: ChatTokenizer) -> None:
 
 
 def test_calls_are_sent_as_clients_send_them(engine: _Engine, tokenizer: ChatTokenizer) -> None:
-    tokenizer.render([_QUESTION, _CALLED, _RESULT])
+    tokenizer.render([_QUESTION, {**_CALLED, "reasoning_content": "Hm"}, _RESULT])
     (messages,) = engine.rendered
     function = {**_CALL["function"], "arguments": '{"q": "x", "n": null}'}  # type: ignore[dict-item]
-    assert messages[1] == {"role": "assistant", "tool_calls": [{**_CALL, "function": function}]}
+    assert messages[1] == {
+        "role": "assistant",
+        "content": "",
+        "reasoning": "Hm",
+        "reasoning_content": "Hm",
+        "tool_calls": [{**_CALL, "function": function}],
+    }
 
 
 def test_engines_that_render_alike_have_one_fingerprint(engine: _Engine, tokenizer: ChatTokenizer) -> None:
