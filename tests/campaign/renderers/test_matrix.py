@@ -23,8 +23,9 @@ from tests.support.tiny_model import END, HI
 from tests.support.utils import run_proxy
 
 pytestmark = pytest.mark.timeout(600)
-_NOT_EXACT = 0.35
-"""The share of cells, at most, that may be rendered anew: those whose layout refuses, and cut turns."""
+_NOT_EXACT = {"mistral_v3": 0.6}
+"""The share of cells, at most, that may be rendered anew of those that the layout renders; 0.35 for others.
+Mistral's oldest layout puts the system message before the last user's."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Pairing:
         asked = _unique(asked)
         self.fake.replies.append(Reply(ids=sampled, message=_answered(turn)))
         first = self._ask(cell, asked)
+        if first.status_code == 400:
+            raise Unrenderable(first.text)
         assert first.status_code == 200, first.text
         prompt = self.model.render(asked, tools=cell.tools or None, **cell.arguments)
         self.fake.replies.append(Reply())
@@ -117,11 +120,18 @@ def test_no_prompt_is_wrong(pairing: Pairing, sampled: tuple[int, ...]) -> None:
         appended = ids_of(pieces, model.vocabulary.__getitem__, model.encode)
         close = given[len(before) : len(given) - len(appended)]
         closes = [[]] if sampled[-1] == END else [[END]] if pairing.closed_by_stop else [close]
+        if source == "extended: history_edited":
+            # an answer that was not sampled is appended too, and `pieces` are what follows it
+            if given[: len(before)] != before or given[-len(appended) :] != appended:
+                wrong.append(cell.name)
+            continue
         if source.startswith("extended") and (given != [*before, *close, *appended] or close not in closes):
             wrong.append(cell.name)
     print(pairing.layout, dict(seen))
     assert not wrong
-    assert seen["extended"] >= (1 - _NOT_EXACT) * seen.total() or sampled[-1] != END
+    total = seen.total() - seen["the layout refuses"] - seen["refused 400"]
+    share = 1 - _NOT_EXACT.get(pairing.layout, 0.35)
+    assert seen["extended"] >= share * total or sampled[-1] != END
 
 
 def _appended(cell: Cell) -> int:
