@@ -15,8 +15,9 @@ import msgspec
 from chat_tokenizer import InvalidMessages
 from chat_tokenizer.renderer import RenderOptions
 from tokenproxy.base.errors import EngineBroken, Unsupported
+from tokenproxy.base.http import Request
 from tokenproxy.engine.generate import RENDER_PATH
-from tokenproxy.engine.protocol import Engine, examine
+from tokenproxy.engine.protocol import Engine, examine, fetch
 from tokenproxy.engine.token_in import CHAT_PATH, json_request
 
 _TOOL_CALL = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
@@ -80,7 +81,8 @@ class RenderRoute:
         """
         status, body = await examine(engine, json_request(self.path, self._body(*conversation)))
         # a renderer that fails on messages is a program that fails on them each time
-        if status in _REFUSALS or (status == 500 and self.path != CHAT_PATH):
+        failed = status == 500 and (self.path != CHAT_PATH or await _is_healthy(engine))
+        if status in _REFUSALS or failed:
             raise InvalidMessages(f"the engine refuses the messages: {_text(body)}")
         if status == 200:
             try:
@@ -177,6 +179,11 @@ _DATE = re.compile(r"\d{4}-\d{2}-\d{2}|\d{1,2} [A-Z][a-z]{2,8} \d{4}")
 def without_dates(text: str) -> str:
     """A rendering without the date that some engines print, to compare those of different days."""
     return _DATE.sub("", text)
+
+
+async def _is_healthy(engine: Engine) -> bool:
+    status, _ = await fetch(engine, Request("GET", "/health"))
+    return status == 200
 
 
 def _text(body: bytes) -> str:

@@ -53,7 +53,10 @@ async def test_answers_of_a_route(engine: HttpEngine, mortal: FakeVllm) -> None:
         mortal.canned[TOKENIZE.path] = answer
         with pytest.raises(error):
             await TOKENIZE.ids(engine, _CONVERSATION)
-    mortal.canned[CHAT.path] = Canned(b"dead", 500)
+    mortal.canned[CHAT.path] = Canned(b"fails", 500)
+    with pytest.raises(InvalidMessages):
+        await CHAT.ids(engine, _CONVERSATION)
+    mortal.canned["/health"] = Canned(b"dead", 503)
     with pytest.raises(EngineBroken):
         await CHAT.ids(engine, _CONVERSATION)
 
