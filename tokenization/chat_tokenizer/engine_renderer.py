@@ -9,9 +9,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from chat_tokenizer.cache import BoundedCache, digest
 from chat_tokenizer.encoder import Encoder
-from chat_tokenizer.errors import TemplateUnsupported
+from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported
 from chat_tokenizer.messages import Message
 from chat_tokenizer.renderer import RenderOptions
 from chat_tokenizer.syntax import Syntax
@@ -47,16 +46,10 @@ class EngineRenderer:
         self.identity = identity
         self._encoder = encoder
         self._render = render
-        self._texts: BoundedCache[bytes, str] = BoundedCache(512, lambda text: len(text) <= 16_384)
 
     def text(self, messages: Sequence[Message], options: RenderOptions) -> str:
         """See `Renderer.text`."""
-        sent = [_for_engine(message) for message in messages]
-        key = digest(sent, options.key())
-        return self._texts.get_or_make(key, lambda: self._text(sent, options))
-
-    def _text(self, messages: Sequence[Message], options: RenderOptions) -> str:
-        ids = self._render(messages, options)
+        ids = self._render([_for_engine(message) for message in messages], options)
         text = self._encoder.decode(ids)
         # texts that look like special tokens, halves of characters, and tokenisers that encode in parts
         if self._encoder.encode(text) != ids:
@@ -77,7 +70,12 @@ class EngineRenderer:
             )
 
     def takes_later_system(self) -> bool:
-        """See `Renderer.takes_later_system`: vLLM merges them only for a template that refuses them."""
+        """See `Renderer.takes_later_system`: the engine tells by a rendering."""
+        messages = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
+        try:
+            self._render(messages, RenderOptions())
+        except InvalidMessages:
+            return False
         return True
 
     def now(self) -> list[str]:

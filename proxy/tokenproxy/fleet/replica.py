@@ -180,6 +180,7 @@ class Replica:
         self.count_ejection("unreachable")
         self.capabilities = None
         self.engine.verify(None)
+        self._tokenizers.forget(self.questions)
         self.fleet.settle_model()
 
     def check_now(self) -> None:

@@ -104,12 +104,21 @@ class Tokenizers:
                 param="append_messages",
                 code="no_tokenizer",
             ) from error
+        self.forget(engine)  # it may have been restarted, and render otherwise
         tokenizer = await self._find_alike(candidates, engine)
+        # on a thread, because an engine may be the one that renders; requests read them on the event loop
+        await asyncio.to_thread(lambda: (tokenizer.merges_system, tokenizer.effort_without_thinking))
         if id(tokenizer) not in self._examined:
             self._examined[id(tokenizer)] = tokenizer
             # a daemon, because the end of the process must not wait for a proof
             threading.Thread(target=self._prove, args=(tokenizer,), name="prove", daemon=True).start()
         return tokenizer
+
+    def forget(self, engine: Engine) -> None:
+        """Ask an engine for no renderings until it is examined again."""
+        for _, renderings in self._by_engines.values():
+            if engine in renderings.engines:
+                renderings.engines.remove(engine)
 
     async def _find_alike(self, candidates: list[ChatTokenizer], engine: Engine) -> ChatTokenizer:
         """The first tokenizer that renders the same ids as the engine, or one that asks the engine.
@@ -162,8 +171,8 @@ class Tokenizers:
         identity = digest(tokenizer.fingerprint, texts)
         if identity not in self._by_engines:
             renderings = EngineRenderings(route)
-            renderings.engines.append(engine)
             asking = tokenizer.rendered_by_engine(renderings, identity)
+            renderings.engines.append(engine)
             # each later rendering is compared by itself: some engines encode the parts of a message apart
             if not await asyncio.to_thread(lambda: any(_agrees(asking, [each]) for each in shown)):
                 raise _mismatch(tokenizer, engine)
@@ -229,6 +238,7 @@ class EngineRenderings:
         self.engines: list[Engine] = []
         self._route = route
         self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
 
     def __call__(self, messages: Sequence[Message], options: RenderOptions) -> list[int]:
         """The ids of a conversation; see `chat_tokenizer.engine_renderer.Render`.
@@ -237,21 +247,25 @@ class EngineRenderings:
             InvalidMessages: the engine refuses the messages.
             RendererUnavailable: none of the engines responds in time.
         """
-        if self._loop.is_closed():
+        if threading.get_ident() == self._thread:
+            raise RuntimeError("a rendering is waited for on the event loop, which would make it")
+        if not self._loop.is_running():
             raise RendererUnavailable("the proxy stops")
-        rendering = asyncio.run_coroutine_threadsafe(self._render((messages, options)), self._loop)
+        work = self._render((messages, options))
+        rendering = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return rendering.result(RENDER_TIMEOUT_S)
         except (TimeoutError, CancelledError) as error:
             rendering.cancel()
+            if not self._loop.is_running():
+                work.close()  # nobody else does
             raise RendererUnavailable(
                 f"no engine rendered the messages within {RENDER_TIMEOUT_S:.0f} s"
             ) from error
 
     async def _render(self, conversation: Conversation) -> list[int]:
-        # they take turns
-        self.engines.append(self.engines.pop(0))
-        problem = ""
+        self.engines[:] = [*self.engines[1:], *self.engines[:1]]  # they take turns
+        problem = "none of them responds"
         for engine in list(self.engines):
             try:
                 return await self._route.ids(engine, conversation)

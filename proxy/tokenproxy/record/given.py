@@ -12,7 +12,7 @@ from chat_tokenizer import InvalidIds, TemplateUnsupported, TokenizationError, i
 from chat_tokenizer.encoder import Limit
 from chat_tokenizer.errors import TooManyIds
 from chat_tokenizer.placeholders import PlaceholdersDiffer
-from tokenproxy.base.errors import BadRequest, NotReady, Unsupported
+from tokenproxy.base.errors import BadRequest, NotReady, RendererUnavailable, Unsupported
 from tokenproxy.base.request import ChatRequest, GivenIds
 from tokenproxy.record.appending import (
     Appended,
@@ -251,7 +251,7 @@ async def _proves(
                 template_kwargs=rendering.parse_template_kwargs(),
                 limit=limit,
             )
-        except TokenizationError:
+        except (TokenizationError, RendererUnavailable):
             return False
         return ids.dump(rendered) == prompt
 

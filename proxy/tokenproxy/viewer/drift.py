@@ -15,6 +15,7 @@ import msgspec
 
 from chat_tokenizer import ChatTokenizer, TokenizationError
 from chat_tokenizer.ids_difference import Hunk, difference
+from tokenproxy.base.errors import RendererUnavailable
 from tokenproxy.record.turn import Turn
 from tokenproxy.samples.tree import last_request, path_of
 from tokenproxy.viewer.breaks import breaks_of
@@ -107,7 +108,7 @@ def _rendered(path: Sequence[Turn], tokenizer: ChatTokenizer) -> list[int] | str
     variables = {name: value for name, value in kwargs.items() if name not in reserved}
     try:
         return tokenizer.render(messages[:-1], tools=tools or None, template_kwargs=variables)
-    except TokenizationError as error:
+    except (TokenizationError, RendererUnavailable) as error:
         return f"the template does not render this conversation: {error}"
 
 

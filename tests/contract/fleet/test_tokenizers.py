@@ -1,12 +1,14 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.fake_vllm import Canned, FakeVllm
 from tests.support.tiny_model import CHATML, TinyModel
-from tokenproxy.base.errors import EngineBroken, Unsupported
+from tests.support.utils import run_proxy
+from tokenproxy.base.errors import EngineBroken, RendererUnavailable, Unsupported
 from tokenproxy.engine.discovery import Model
 from tokenproxy.engine.http import HttpEngine
 from tokenproxy.fleet.tokenizers import Tokenizers
@@ -73,6 +75,47 @@ async def test_engine_renders_where_its_template_is_another(
     new = [{"role": "user", "content": "And?"}]
     appended = await asyncio.to_thread(asking.append, [1], new, history=turn)
     assert appended.suffix_ids == loaded.append([1], new, history=turn).suffix_ids
+
+
+async def test_engine_that_renders_otherwise_since_is_asked_no_more(
+    engine: HttpEngine, model: Model, mortal: FakeVllm
+) -> None:
+    """Not for what was appended with its earlier renderings, nor while it is down."""
+    tokenizers, found = Tokenizers(), []
+    for role in ("upper", "title"):
+        mortal.chat_template = CHATML.replace("message.role + ", f"message.role | {role} + ")
+        found.append(await tokenizers.find(engine, model))
+    assert found[0].fingerprint != found[1].fingerprint
+    messages = [{"role": "user", "content": "Hi"}]
+    assert "User" in found[1].decode(await asyncio.to_thread(found[1].render, messages))
+    tokenizers.forget(engine)
+    for tokenizer in found:
+        with pytest.raises(RendererUnavailable):
+            await asyncio.to_thread(tokenizer.render, messages)
+
+
+async def test_event_loop_never_waits_for_a_rendering(
+    engine: HttpEngine, model: Model, mortal: FakeVllm
+) -> None:
+    """What requests read on the event loop is known before the engine is ready."""
+    mortal.chat_template = CHATML.replace("message.role + ", "message.role | upper + ")
+    tokenizer = await Tokenizers().find(engine, model)
+    assert (tokenizer.merges_system, tokenizer.effort_without_thinking) == (False, "none")
+    with pytest.raises(RuntimeError, match="on the event loop"):
+        tokenizer.render([{"role": "user", "content": "Hi"}])
+
+
+def test_messages_of_anthropics_api_continue_what_the_engine_renders(mortal: FakeVllm) -> None:
+    mortal.chat_template = CHATML.replace("message.role + ", "message.role | upper + ")
+    body: dict[str, Any] = {"model": "tiny", "max_tokens": 8, "thinking": {"type": "disabled"}}
+    body["messages"] = [{"role": "user", "content": "Hi"}]
+    with run_proxy([mortal], store="memory:") as client:
+        for source in ("rendered", "extended"):
+            answer = client.post("/v1/messages", json=body)
+            assert answer.status_code == 200, answer.text
+            assert answer.headers["x-prompt-source"] == source
+            turn = {"role": "assistant", "content": answer.json()["content"]}
+            body["messages"] += [turn, {"role": "user", "content": "And?"}]
 
 
 async def test_conversations_that_the_template_refuses_are_skipped(
