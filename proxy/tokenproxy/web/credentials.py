@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from hashlib import blake2b
 
-from tokenproxy.base.errors import EngineBroken, EngineTimeout, EngineUnavailable, Unauthorized
+from tokenproxy.base.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, Unauthorized
 from tokenproxy.base.http import Request, Response
 from tokenproxy.base.types import Headers, Scope
 
@@ -105,7 +105,7 @@ class EngineCredentials:
         digest = b"" if credential is None else blake2b(b":".join(credential), digest_size=16).digest()
         task, began = self._verdicts.pop(digest, (None, 0.0))
         if task is None or (task.done() and not self._counts(task, began, credential)):
-            task, began = asyncio.create_task(self._ask(credential)), self._clock()
+            task, began = asyncio.create_task(self._ask(credential, _last_word(task))), self._clock()
             # read, so that asyncio does not warn if all waiting clients have left
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._verdicts[digest] = task, began
@@ -121,8 +121,24 @@ class EngineCredentials:
         seconds = OPEN_S if credential is None else ACCEPTED_S if task.result() else REFUSED_S
         return self._clock() < began + seconds
 
-    async def _ask(self, credential: tuple[bytes, bytes] | None) -> bool:
-        """Whether the engine accepts a credential. Raises ApiError without a verdict."""
+    async def _ask(self, credential: tuple[bytes, bytes] | None, last: bool | None) -> bool:
+        """Whether the engine accepts a credential.
+
+        Args:
+            last: its verdict before, None for none. It counts while the engine gives no verdict, so that
+                recorded data can be read without an engine.
+
+        Raises:
+            ApiError: it gives no verdict, and gave none before.
+        """
+        try:
+            return await self._verdict(credential)
+        except ApiError:
+            if last is None:
+                raise
+            return last
+
+    async def _verdict(self, credential: tuple[bytes, bytes] | None) -> bool:
         status = await self._status(credential)
         if 200 <= status < 300:
             return True
@@ -146,6 +162,13 @@ class EngineCredentials:
                 "be verified"
             ) from error
         return response.status
+
+
+def _last_word(task: "asyncio.Task[bool] | None") -> bool | None:
+    """The verdict of a verification; None if it gave none."""
+    if task is None or not task.done() or task.cancelled() or task.exception() is not None:
+        return None
+    return task.result()
 
 
 def unverified_tenant(headers: Headers) -> str:

@@ -94,6 +94,20 @@ async def test_verdicts_expire() -> None:
     assert await engine.tenant(_ANNA) == _tenant("anna")
 
 
+async def test_the_last_verdict_counts_while_the_engine_is_gone() -> None:
+    """The record can be read without an engine, by those that could read it before."""
+    engine = Engine(b"Bearer anna")
+    assert await engine.tenant(_ANNA) == _tenant("anna")
+    engine.status, engine.now = 503, 2 * module.ACCEPTED_S
+    assert await engine.tenant(_ANNA) == _tenant("anna")
+    with pytest.raises(EngineUnavailable):
+        await engine.tenant(_BERT)
+    engine.status, engine.keys, engine.now = None, (b"Bearer bert",), 4 * module.ACCEPTED_S
+    assert await engine.tenant(_BERT) == _tenant("bert")
+    with pytest.raises(Unauthorized):
+        await engine.tenant(_ANNA)
+
+
 async def test_concurrent_requests_ask_once() -> None:
     engine = Engine(_ANNA)
     engine.gate = asyncio.Event()
