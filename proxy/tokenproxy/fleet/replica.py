@@ -168,6 +168,7 @@ class Replica:
             await asyncio.wait([self._watcher])
         if self._confirmation is not None:
             await asyncio.wait([self._confirmation])
+        self._tokenizers.forget(self.questions)
         await self.engine.aclose()
 
     def mark_down(self, problem: ApiError) -> None:

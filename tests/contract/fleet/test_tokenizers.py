@@ -1,4 +1,5 @@
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ _MISSING = Model("tiny", "/no/such/folder", None)
 async def engine(mortal: FakeVllm) -> AsyncIterator[HttpEngine]:
     engine = HttpEngine(mortal.url)
     yield engine
+    mortal.canned["/tokenize"] = Canned(b"", 503)  # ends a proof that asks the engine
+    for thread in threading.enumerate():
+        if thread.name == "prove":
+            await asyncio.to_thread(thread.join)
     await engine.aclose()
 
 
