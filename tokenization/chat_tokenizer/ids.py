@@ -15,6 +15,8 @@ import numpy as np
 from chat_tokenizer.errors import InvalidIds
 
 _ARRAY_BYTES = b"0123456789, \t\r\n"
+_TO_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
+_TEN_ZEROS = b"0" * 10
 _SPACE = b" \t\r\n"
 _SPACES = (b" ", b"\t", b"\r", b"\n")
 _MAX_DIGITS = 20
@@ -47,6 +49,17 @@ def check(raw: bytes) -> int:
             raise InvalidIds("must not be empty")
         return count
     raise InvalidIds(_problem(raw, rest))
+
+
+def check_size(raw: bytes) -> None:
+    """Check that a checked array holds no ids of 2**31 and more, which no vocabulary has.
+
+    Raises:
+        InvalidIds: it does.
+    """
+    # few arrays hold numbers of ten digits, and to look for them takes a tenth of the time of packing
+    if _TEN_ZEROS in raw.translate(_TO_ZEROS):
+        pack(raw)
 
 
 def check_whole(raw: bytes) -> tuple[bytes, int]:

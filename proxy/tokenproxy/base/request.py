@@ -70,6 +70,11 @@ class Rendering:
     """Other fields that an engine's rendering may print, as JSON: `tool_choice`, `response_format`, ..."""
     add_generation_prompt: bool = True
 
+    @property
+    def size(self) -> int:
+        """Bytes of all of them."""
+        return len(self.tools) + len(self.template_kwargs) + sum(map(len, self.options.values()))
+
     def parse_tools(self) -> list[dict[str, Any]] | None:
         """The tools; None if there are none."""
         return msgspec.json.decode(self.tools, type=list[dict[str, Any]]) if self.tools else None

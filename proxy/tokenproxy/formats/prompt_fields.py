@@ -77,10 +77,12 @@ def checked_ids(field: str, raw: bytes, position: int | None = None) -> GivenIds
         position: of the prompt in the list of prompts that the field holds.
 
     Raises:
-        BadRequest: it is not a list of non-negative integers, or is empty.
+        BadRequest: it is not a list of integers from 0 to 2**31 - 1, or is empty.
     """
     try:
-        return GivenIds(field, *ids.check_whole(raw))
+        given = GivenIds(field, *ids.check_whole(raw))
+        ids.check_size(given.raw)
+        return given
     except InvalidIds as error:
         name = field if position is None else f"{field}[{position}]"
         raise BadRequest(f"`{name}` {error}", param=field) from error

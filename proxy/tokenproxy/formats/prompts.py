@@ -32,6 +32,9 @@ _SAMPLING = (
     *("include_stop_str_in_output", "allowed_token_ids", "logit_bias"),
 )
 """Fields that sessions set and that this route has in `sampling_params`."""
+MOST_PROMPTS = 4_096
+"""The most prompts of one request."""
+_MARKS_PER_PROMPT = 32
 _KIND_OF_LIST = re.compile(rb"\[\s*(.)", re.DOTALL)
 """The first byte of the first item of a JSON array."""
 _split = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -136,7 +139,10 @@ def _read_prompts(fields: Fields) -> tuple[GivenIds | None, ...]:
     kind = _KIND_OF_LIST.match(raw)
     if kind is None or kind[1] not in (b'"', b"["):
         return (checked_ids("prompt", raw),)
-    prompts = _split(raw)
+    # a text may hold the marks that separate prompts, but not a hundred thousand of them
+    separators = raw.count(b"[") - 1 if kind[1] == b"[" else raw.count(b'",') / _MARKS_PER_PROMPT
+    if separators > MOST_PROMPTS or len(prompts := _split(raw)) > MOST_PROMPTS:
+        raise BadRequest(f"`prompt` may hold {MOST_PROMPTS} prompts: send the others later", param="prompt")
     if kind[1] == b"[":
         return tuple(checked_ids("prompt", bytes(each), i) for i, each in enumerate(prompts))
     for position, each in enumerate(prompts):

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, overload
 
 import msgspec
 
-from chat_tokenizer import CanonicalMessage, canonical
+from chat_tokenizer import CanonicalMessage, InvalidMessages, canonical
 from chat_tokenizer.canonical import NO_DEFAULTS, ArgumentDefaults, extend, start
+from tokenproxy.base.fields import values_in
 from tokenproxy.base.media import media_kind
 
 _parse = msgspec.json.Decoder(dict[str, Any]).decode
@@ -20,6 +21,9 @@ NOTHING = start()
 """Digest of a conversation before its first message."""
 _DISTINCTIVE_BYTES = 120
 """A message with at least this many bytes is not sampled twice by chance."""
+_COUNTED_FROM_BYTES = 2**19
+MOST_VALUES = 200_000
+"""The most values of a message besides its text: reading them keeps the interpreter's lock for 50 ms."""
 
 
 class ParsedMessage(NamedTuple):
@@ -50,8 +54,10 @@ def parse_message(
 
     Raises:
         msgspec.DecodeError, UnicodeDecodeError: it is not a JSON object.
-        InvalidMessages: it is not a chat message.
+        InvalidMessages: it is not a chat message, or holds too many values to be read.
     """
+    if memoryview(raw).nbytes > _COUNTED_FROM_BYTES and values_in(_without_text(raw)) > MOST_VALUES:
+        raise InvalidMessages(f"message {index} holds more than {MOST_VALUES} values")
     message = _parse(raw)
     digests = canonical(message, index, defaults)
     loose, strict = (before.loose, before.strict) if before else (NOTHING, NOTHING)
@@ -63,6 +69,16 @@ def parse_message(
         extend(loose, digests.loose),
         extend(strict, digests.strict),
     )
+
+
+class _Content(msgspec.Struct):
+    content: msgspec.Raw = msgspec.Raw(b"")
+
+
+def _without_text(raw: bytes) -> bytes:
+    """A message without its content if that is a text."""
+    data, content = bytes(raw), bytes(msgspec.json.decode(raw, type=_Content).content)
+    return data.replace(content, b"", 1) if content[:1] == b'"' else data
 
 
 def is_distinctive(message: dict[str, Any]) -> bool:

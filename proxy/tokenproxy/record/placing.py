@@ -60,7 +60,12 @@ class Placer:
             tools = rendering.parse_tools() if b'"default"' in rendering.tools else None
             return scope_parts(*arguments), argument_defaults(tools) if tools else NO_DEFAULTS
 
-        parts, defaults = self._read.get_or_make(raw_key(*arguments), read)
+        key, size = raw_key(*arguments), rendering.size
+        made = self._read.get(key)
+        if made is None:
+            made = read() if size < WORTH_A_THREAD_BYTES else await self.encoders.run(read, size)
+            self._read.put(key, made)
+        parts, defaults = made
         session = request.session.name if request.session is not None and request.session.explicit else None
         parse = partial(self.cache.parse, messages, defaults)
         if len(messages) < WORTH_A_THREAD_BYTES:

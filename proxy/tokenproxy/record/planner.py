@@ -7,6 +7,7 @@ Law, for every plan that continues a recorded turn:
 A prompt is planned once, for the model of the fleet; after a failure another replica gets the same plan.
 """
 
+import asyncio
 from dataclasses import dataclass, replace
 
 from chat_tokenizer import InvalidMessages, TemplateUnsupported, ids
@@ -220,6 +221,8 @@ class Planner:
         conversation, scope = await self.placer.identify(request, b"", model)
         add_store_time(_PROMPT_S * (len(request.prompts) - 1))
         for given in request.prompts:
+            if plans:
+                await asyncio.sleep(0)  # a store in memory never waits: other requests run in between
             fixed = given is not None and not request.special and not is_truncated(request)
             prompt, match = ids.compact(given.raw) if given is not None and fixed else b"", Match()
             if prompt and responds:

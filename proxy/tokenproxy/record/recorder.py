@@ -123,6 +123,8 @@ class Recording:
                     rollout = self.plan.prompts[position].placement.session.id
                     with self._survived(f"a turn of {rollout}"):
                         await self._record(position, part)
+                    if self.plan.others:
+                        await asyncio.sleep(0)  # as in planning: a store in memory never waits
 
     @contextmanager
     def _survived(self, what: str) -> Iterator[None]:

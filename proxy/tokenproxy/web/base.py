@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 from tokenproxy.base.http import Request, Response
+from tokenproxy.formats.bounds import CHECKED_FROM_BYTES, check_bounds
 from tokenproxy.record.store import Session, session_id
 from tokenproxy.turn.services import Services
 from tokenproxy.viewer.recording import Recording
@@ -12,9 +13,6 @@ from tokenproxy.web.keys import KeyScope
 from tokenproxy.web.parameters import session_in_path, unknown_session
 
 T = TypeVar("T")
-
-_LARGE = 2**20
-"""Number of bytes that take a millisecond to parse."""
 
 
 class Route(ABC):
@@ -31,6 +29,8 @@ class Route(ABC):
     """Whether the client's credential is verified first and `Request.tenant` is set."""
     key_scope: ClassVar[KeyScope | None] = KeyScope.INFERENCE
     """The scope that an API key of the proxy needs for it; None where no key is needed."""
+    body_limit_bytes: ClassVar[int | None] = None
+    """The most bytes of a request's body, if fewer than the setting of this name allows."""
     store_seconds: ClassVar[float | None] = None
     """How long one request waits for the store, all its calls together; None for `store_timeout_s`."""
     catches_all: ClassVar[bool] = False
@@ -72,6 +72,7 @@ class StoreRoute(Route):
 
     # a longer limit, because a session may be large, and these routes cannot respond without the store
     store_seconds = 10.0
+    body_limit_bytes = 2**20
 
     def needed_scope(self, method: str, path: str) -> KeyScope | None:
         """See `Route.needed_scope`: who may sample may also make, reward and delete the sessions of it."""
@@ -110,9 +111,15 @@ async def parsed(request: Request, services: Services, parse: Callable[[], T]) -
     """Parse a request with `parse`, on a thread if its body is large: that would block the event loop.
 
     Raises:
+        BodyTooLarge: as `check_bounds`.
         Overloaded: the threads have too much to do already.
         ApiError: as `parse`.
     """
-    if len(request.body) < _LARGE:
+    if len(request.body) < CHECKED_FROM_BYTES:
         return parse()
-    return await services.encoders.run(parse, len(request.body))
+
+    def check_and_parse() -> T:
+        check_bounds(request.body)
+        return parse()
+
+    return await services.encoders.run(check_and_parse, len(request.body))

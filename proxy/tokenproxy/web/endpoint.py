@@ -83,11 +83,12 @@ class Endpoint:
         # Before the body is read: a client without a valid credential must not fill the memory
         tenant = await (self._tenant_of if self.route.needs_tenant else tenant_in_scope)(scope)
         query: bytes = scope.get("query_string", b"")
+        own = self.route.body_limit_bytes
         return Request(
             scope["method"],
             f"{path}?{query.decode('latin-1')}" if query else path,
             list(scope["headers"]),
-            await read_body(scope, receive, limit, BODY_TIMEOUT_S),
+            await read_body(scope, receive, limit if own is None else min(own, limit), BODY_TIMEOUT_S),
             tenant=tenant,
             may_read=self._inside_vllm or KeyScope.READ in scope.get(SCOPES_KEY, ()),
             parameters=scope.get("path_params", {}),
@@ -184,7 +185,8 @@ def _time_left(passed_s: float, size: int, timeout_s: float) -> float:
 
 def _too_large(limit: int) -> BodyTooLarge:
     return BodyTooLarge(
-        f"the request body is over the limit of {limit} bytes (`body_limit_bytes`)", param="body"
+        f"the request body is over the limit of {limit} bytes of this route (`body_limit_bytes`)",
+        param="body",
     )
 
 
