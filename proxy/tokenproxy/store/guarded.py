@@ -7,6 +7,7 @@
 - A turn that the store does not take in time waits, and is recorded before any other of its rollout;
   meanwhile this process finds it next to those that the store finds. While the store cannot be read nothing
   is found: only the store knows whether other turns have the same text.
+- So does a document (a stored response), which nothing else holds: this process reads it from where it waits.
 - What is lost, because too much waits or the process ends, is logged and counted.
 """
 
@@ -24,6 +25,7 @@ from msgspec.structs import replace
 
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.store import (
+    DOCUMENTS,
     FOUND_AT_MOST,
     Candidate,
     CandidateGroup,
@@ -115,6 +117,8 @@ class GuardedStore:
         self._guard = limits
         self._waiting: dict[str, _Waiting] = {}
         """By the id of the first turn, in the order in which they came: parents before their children."""
+        self._documents: dict[str, tuple[bytes, float | None]] = {}
+        """Those that wait to be stored, by their names, each with the seconds that it is kept."""
         self._failures = {"read": 0, "write": 0}
         """Calls of each kind that failed in a row."""
         self._opening: asyncio.Future[None] | None = None
@@ -178,14 +182,16 @@ class GuardedStore:
         """Close the store. Turns that cannot be recorded in time are lost."""
         recovery = self._recovery
         if recovery is not None:
-            if self._waiting:
+            if self._waiting or self._documents:
                 await asyncio.wait({recovery}, timeout=self._guard.close_s)
             recovery.cancel()
         if self._opening is not None:
             self._opening.cancel()
-        if lost := self._turns():
-            self._count_lost(list(lost.values()), "shutdown")
-            log.error("%d turns are lost: the store did not take them before the process ended", len(lost))
+        lost = self._turns()
+        self._count_lost(list(lost.values()), "shutdown")
+        if lost or self._documents:
+            kinds = f"{len(lost)} turns and {len(self._documents)} stored responses"
+            log.error("%s are lost: the store did not take them before the process ended", kinds)
         closing = asyncio.ensure_future(self._store.aclose())
         await asyncio.wait({closing}, timeout=self._guard.close_s)
         if closing.done():
@@ -247,6 +253,37 @@ class GuardedStore:
         for entry, candidate in here:
             found[entry.key] = _add(found.get(entry.key, Found(0, [])), entry.ids, candidate)
         return found
+
+    async def put(
+        self, space: str, name: str, value: bytes, *, keep_s: float | None = None, **before: bytes | None
+    ) -> bool:
+        """See `Store.put`. A document that the store does not take in time is stored later."""
+        try:
+            return await self._call(
+                "put", lambda: self._store.put(space, name, value, keep_s=keep_s, **before)
+            )
+        except StoreError as error:
+            held = sum(len(content) for content, _ in self._documents.values())
+            if space != DOCUMENTS or held + len(value) > self._guard.most_bytes:
+                raise
+            self._documents[name] = (value, keep_s)
+            self._recover_from(error)
+            return True
+
+    async def get(self, space: str, names: Sequence[str] | None = None) -> dict[str, bytes]:
+        """See `Store.get`."""
+        waiting = self._documents if space == DOCUMENTS else {}
+        here = {name: waiting[name][0] for name in names or () if name in waiting}
+        if here and len(here) == len(names or ()):
+            return here
+        return here | await self._call("get", lambda: self._store.get(space, names))
+
+    async def take(self, space: str, name: str) -> bytes | None:
+        """See `Store.take`."""
+        waiting = self._documents.pop(name, None) if space == DOCUMENTS else None
+        if waiting is not None:
+            return waiting[0]
+        return await self._call("take", lambda: self._store.take(space, name))
 
     async def claim(self, key: bytes, ids: bytes) -> str | None:
         """See `Store.claim`. A turn that is claimed too late is released."""
@@ -380,7 +417,7 @@ class GuardedStore:
 
     async def _recover(self) -> None:
         start, wait_s = perf_counter(), self._guard.first_wait_s
-        while not self._is_open or self._fails("read") or self._fails("write") or self._waiting:
+        while self._skips("write") or self._waiting or self._documents:
             try:
                 await self._try_again()
             except Exception as error:  # the boundary: a trial that fails is repeated
@@ -411,7 +448,11 @@ class GuardedStore:
             errors = await asyncio.gather(*map(self._record_later, oldest.values()))
             if error := next(filter(None, errors), None):
                 raise error
-        elif self._fails("write"):
+        for name, (value, keep_s) in [*self._documents.items()][:_BATCH]:
+            await self._timed("put", self._store.put(DOCUMENTS, name, value, keep_s=keep_s))
+            if self._documents.pop(name, None) is None:  # deleted in the meantime
+                await self._timed("take", self._store.take(DOCUMENTS, name))
+        if self._fails("write"):
             # changes nothing, because no rollout has this name
             await self._timed("pin", self._store.pin("", 0.0))
         self._failures["write"] = 0

@@ -9,6 +9,7 @@ import pytest
 from tests.support.store_utils import add, digest_of, entry, make_session, make_turn, usage
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.store import (
+    DOCUMENTS,
     Cause,
     Evicted,
     Limits,
@@ -227,6 +228,21 @@ async def test_turns_that_wait_are_found_as_if_they_were_recorded(
     assert await store.finish("r", Cause.REWARD, {"": 1.0})
     [finished] = (await store.feed(0, limit=9)).sessions
     assert finished.turns == 4
+
+
+async def test_a_document_is_stored_later_and_read_meanwhile(store: GuardedStore, inner: Patient) -> None:
+    inner.errors = {"put": StoreError("disk full"), "get": StoreError("disk full")}
+    for name in ("kept", "deleted"):
+        assert await store.put(DOCUMENTS, name, b"{}", keep_s=60.0, before=None)
+    assert await store.take(DOCUMENTS, "deleted") == b"{}"
+    assert await store.get(DOCUMENTS, ["kept"]) == {"kept": b"{}"}
+    with pytest.raises(StoreError):
+        await store.put("other", "kept", b"{}")
+    inner.errors.clear()
+    await _well(store)
+    assert (
+        await inner.store.get(DOCUMENTS) == await store.get(DOCUMENTS, ["kept", "deleted"]) == {"kept": b"{}"}
+    )
 
 
 @pytest.mark.parametrize("leaves", [False, True])
