@@ -90,12 +90,16 @@ def _generated(
         choice["text"] = model.decode(tokens)
     if "logprobs" in body["sampling_params"] and "logprobs" not in reply.silent:
         # vLLM adds the sampled token as an alternative, requested or not
-        content = [{**entry, "top_logprobs": [entry]} for entry in (_logprob(one, text) for one in tokens)]
+        old = "prompt" in reply.silent
+        entries = [_logprob(one, text, old) for one in tokens]
+        content = [{**entry, "top_logprobs": [entry]} for entry in entries]
         choice["logprobs"] = {"content": content}
     return choice
 
 
-def _logprob(token: int, text: bool) -> dict[str, Any]:
+def _logprob(token: int, text: bool, old: bool) -> dict[str, Any]:
+    if old:
+        return {"token": f"token_id:{token}", "logprob": -token / 8, "bytes": None}
     if text:
         return {"token": str(token), "logprob": -token / 8, "bytes": list(str(token).encode())}
     return {"token_id": token, "logprob": -token / 8, "rank": 1}

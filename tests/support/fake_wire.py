@@ -36,8 +36,8 @@ class Reply:
     """The finish reason; None for "stop" after the stop token and "length" elsewhere."""
     stop: str | int | None = None
     """The stop reason."""
-    silent: tuple[Literal["ids", "logprobs"], ...] = ()
-    """What the engine leaves out though it was requested."""
+    silent: tuple[Literal["ids", "logprobs", "prompt"], ...] = ()
+    """What it leaves out though it was requested; generate without the prompt is that of vLLM 0.29."""
     echo: tuple[int, ...] | None = None
     """Ids it says the prompt had; None for the true ones."""
     miscounted: int = 0
@@ -79,7 +79,9 @@ class Asked:
 
     def echo(self, reply: Reply, prompt: Sequence[int]) -> list[int] | None:
         """The prompt as the engine says it was."""
-        return list(prompt if reply.echo is None else reply.echo) if self.ids else None
+        if not self.ids or "prompt" in reply.silent:
+            return None
+        return list(prompt if reply.echo is None else reply.echo)
 
     def sampled(self, reply: Reply, first: int = 0, end: int | None = None) -> list[int] | None:
         """The sampled ids of some positions."""

@@ -9,6 +9,7 @@ import msgspec
 
 from chat_tokenizer import InvalidIds, TokenizationError, canonical, ids
 from chat_tokenizer.placeholders import PlaceholdersDiffer
+from tokenproxy.base.request import EngineRoute
 from tokenproxy.record.cache import CachedTurn, cached_turn, hash_ids
 from tokenproxy.record.completion import Completion, SampledChoice, untrainable_reason
 from tokenproxy.record.conversation import Conversation, is_distinctive
@@ -50,6 +51,8 @@ def new_turns(
         replica: name of the replica that served the request.
     """
     turns: list[NewTurn] = []
+    if plan.placement.request.engine_route is EngineRoute.GENERATE and completion.prompt_ids is None:
+        completion.prompt_ids = prompt_of(plan) or None  # up to vLLM 0.29 it returns none; it takes only ids
     for choice in completion.choices:
         if choice.ids or choice.finish_reason not in (None, ABORTED):
             turns.append(_new_turn(plan, completion, choice, holder, replica))

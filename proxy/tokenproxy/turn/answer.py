@@ -5,6 +5,7 @@ engine. A client that requested them too gets the engine's own bytes; for other 
 and chunks that hold nothing else are not sent. `tokenproxy.formats.translated` writes other formats.
 """
 
+import re
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -34,6 +35,8 @@ _IDS_IN_CHOICE = {
 """The fields of a choice that hold ids which clients may request; generate always returns the sampled ids."""
 _OF_PROMPT = (_PROMPT, "mm_placeholders")
 """Fields of a response of generate that `return_token_ids` requests."""
+_TOKEN_ID, _TOKEN = re.compile(rb'"token_id":\s*(\d+)'), re.compile(rb'"token":\s*"token_id:(\d+)"')
+_BOTH = rb'"token":"token_id:\1","token_id":\1'
 _REASONING = frozenset({"reasoning", "reasoning_content"})
 
 _decode_object = msgspec.json.Decoder(Fields).decode
@@ -89,9 +92,14 @@ class Redactor(StreamedAnswer):
     def __init__(self, visible: Visible, route: EngineRoute = EngineRoute.CHAT) -> None:
         self._visible = visible
         self._route = route
+        self._names_tokens = route is EngineRoute.GENERATE and visible.logprobs
 
     def whole(self, parsed: parsing.Parsed, body: bytes, read: Completion) -> bytes:
         """See `Answer.whole`."""
+        shown = self._whole(parsed, body, read)
+        return with_both_names(shown) if self._names_tokens else shown
+
+    def _whole(self, parsed: parsing.Parsed, body: bytes, read: Completion) -> bytes:
         visible = self._visible
         if visible.everything and not visible.on_messages:
             return body
@@ -108,6 +116,10 @@ class Redactor(StreamedAnswer):
 
     def event(self, event: bytes, usual: UsualChunk | None, read: Piece | parsing.Parsed) -> bytes | None:
         """See `StreamedAnswer.event`. Raises EngineBroken if its data is not a JSON object."""
+        shown = self._event(event, usual, read)
+        return with_both_names(shown) if self._names_tokens and shown else shown
+
+    def _event(self, event: bytes, usual: UsualChunk | None, read: Piece | parsing.Parsed) -> bytes | None:
         if self._visible.every_chunk:
             return event
         if usual is not None and (redacted := usual.redacted(self._visible)) is not None:
@@ -174,6 +186,18 @@ class Redactor(StreamedAnswer):
             if not self._visible.reasoning:
                 _hide_reasoning(choice)
         return msgspec.json.encode({**fields, "choices": choices})
+
+
+def with_both_names(generated: bytes) -> bytes:
+    """A response of generate whose log-probabilities name each token as all releases of vLLM do.
+
+    vLLM names it by `"token": "token_id:5"` up to 0.31, and by `"token_id": 5` from 0.32 on; clients read
+    one of them. A response that has both, or texts, stays as it is.
+    """
+    old, new = b'"token":' in generated, b'"token_id":' in generated
+    if old == new:
+        return generated
+    return (_TOKEN_ID if new else _TOKEN).sub(_BOTH, generated)
 
 
 def _holds_more(choice: Fields | msgspec.Raw, reasoning: bool) -> bool:

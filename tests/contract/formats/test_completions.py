@@ -1,6 +1,8 @@
 """Completions: each prompt is a turn, whatever its shape; the client gets what it requested and no more."""
 
+import json
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -32,13 +34,20 @@ def samples(client: httpx.Client, session: str) -> list[Body]:
     return found
 
 
-def same_as_engine(client: httpx.Client, fake: FakeVllm, route: str, body: Body) -> None:
-    """Assert that the proxy answers a request as its engine would."""
+def same_as_engine(
+    client: httpx.Client,
+    fake: FakeVllm,
+    route: str,
+    body: Body,
+    changed: Callable[[bytes], bytes] = lambda answer: answer,
+) -> None:
+    """Assert that the proxy answers a request as its engine would, but for what `changed` does to it."""
     ours, engines = client.post(route, json=body), httpx.post(fake.url + route, json=body)
+    expected = changed(engines.content)
     if body["stream"]:
-        assert list(data_of(ours.content)) == list(data_of(engines.content))
+        assert list(data_of(ours.content)) == list(data_of(expected))
     else:
-        assert ours.json() == engines.json()
+        assert ours.json() == json.loads(expected)
 
 
 def turns(client: httpx.Client, session: str) -> list[Body]:

@@ -1,5 +1,7 @@
 """Generate: tokens in, tokens out, with weight versions and sampling masks; other fields untouched."""
 
+import re
+from functools import partial
 from typing import Any
 
 import httpx
@@ -54,7 +56,22 @@ def test_client_gets_what_it_requested(
     body = {**_asked(**sampling), "stream": stream, "output_mode": mode}
     if extras:
         body |= {"return_token_ids": True, "stream_options": {"include_usage": True}}
-    same_as_engine(client, fake, ROUTE, body)
+    # clients read either name of a token
+    names = partial(re.sub, rb'"token_id": ?(\d+)', rb'"token": "token_id:\1", "token_id": \1')
+    same_as_engine(client, fake, ROUTE, body, names)
+
+
+@every_way
+def test_given_ids_are_the_prompt_where_the_engine_returns_none(
+    client: httpx.Client, fake: FakeVllm, stream: bool
+) -> None:
+    """As up to vLLM 0.29, with the names of tokens up to 0.31."""
+    headers, body = in_session(), {**_asked(logprobs=0), "stream": stream}
+    fake.replies.append(Reply(silent=("prompt",)))
+    answer = client.post(ROUTE, json=body, headers=headers)
+    assert re.findall(rb'"token": ?"token_id:(\d+)", ?"token_id": ?(\d+)', answer.content)
+    [sample] = samples(client, headers["x-session-id"])
+    assert (sample["prompt_ids"], sample["completion_ids"]) == (body["token_ids"], _SAMPLED)
 
 
 def test_unknown_fields_are_passed_on(client: httpx.Client, fake: FakeVllm) -> None:
