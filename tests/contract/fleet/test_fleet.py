@@ -1,17 +1,14 @@
 """A fleet of engines on sockets: what the fleet's own tests, whose engines have none, cannot show."""
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial
 
 import httpx
 import pytest
 
-from tests.support.fake_vllm import FakeVllm, Reply, Variant
+from tests.support.fake_vllm import FakeVllm, Variant
 from tests.support.tiny_model import TinyModel
-from tests.support.utils import run_proxy, send_and_keep, wait_until
-from tokenproxy.fleet.fleet import Fleet
+from tests.support.utils import run_proxy, wait_until
 
 _TOKENS, _CHAT = "/v1/chat/completions/tokens", "/v1/chat/completions"
 _IDS = {"prompt_ids": [1, 74]}
@@ -85,33 +82,3 @@ def test_no_ids_go_to_an_engine_that_came_back_with_another_model(start: Callabl
         )
         assert client.post(_TOKENS, json=_IDS).status_code == 200
         assert _sent(other) == 1
-
-
-def test_requests_beyond_the_capacity_wait_and_then_are_refused(
-    start: Callable[..., FakeVllm], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tokenproxy.app.app.Fleet", partial(Fleet, queue_requests=1))
-    engine = start()
-    body = json.dumps(_IDS).encode()
-    with run_proxy([engine], replica_requests=1) as client, ExitStack() as stack:
-        engine.replies.append(Reply(hold_at=0))
-        stack.enter_context(send_and_keep(client.base_url, _TOKENS, body))
-        wait_until(lambda: engine.running == 1)
-        leaves = ExitStack()
-        leaves.enter_context(send_and_keep(client.base_url, _TOKENS, body))
-        wait_until(partial(_is_waiting, client, 1))
-        refused = client.post(_TOKENS, json=_IDS)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
-        assert int(refused.headers["retry-after"]) >= 1
-        leaves.close()
-        wait_until(partial(_is_waiting, client, 0))
-        engine.release()
-        wait_until(lambda: engine.running == 0)
-        assert client.post(_TOKENS, json=_IDS).status_code == 200
-        assert client.get("/ready").json()["engines"][0]["requests"] == 0
-
-
-def _is_waiting(client: httpx.Client, count: int) -> bool:
-    page = client.get("/metrics").text
-    [line] = [line for line in page.splitlines() if line.startswith("tokenproxy_requests_queued")]
-    return float(line.rpartition(" ")[2]) == count

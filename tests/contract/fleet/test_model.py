@@ -185,22 +185,6 @@ def test_after_a_failure_another_replica_gets_the_same_prompt(
         assert sent_ids(other) == [*before, *appended_after(tiny_model, before, [user("more")])]
 
 
-def test_a_request_that_fails_leaves_the_turn_that_it_claimed_to_others(
-    start: Callable[..., FakeVllm],
-) -> None:
-    """Of two equal conversations each request continues one."""
-    engine = start()
-    with run_proxy([engine], store="memory:") as client:
-        began = [client.post(_CHAT, json={"messages": [_HI]}) for _ in range(2)]
-        body = {"messages": [_HI, began[0].json()["choices"][0]["message"], user("more")]}
-        engine.replies.append(Reply(error=Canned(b"{}", 400)))
-        assert client.post(_CHAT, json=body).status_code == 400
-        more = [client.post(_CHAT, json=body) for _ in range(2)]
-        sessions = [{answer.headers["x-session-id"] for answer in answers} for answers in (began, more)]
-        assert sessions[0] == sessions[1]
-        assert len(sessions[0]) == 2
-
-
 def test_any_replica_tells_the_ids_of_an_image(start: Callable[..., FakeVllm]) -> None:
     first, second = start(FakeVision), start(FakeVision)
     with run_proxy([first, second], store="memory:", watch_interval_s=60.0) as client:

@@ -36,21 +36,6 @@ def test_failures_in_a_row_open_it(clock: Clock) -> None:
     assert breaker.reason == "no"
 
 
-def test_half_open_lets_one_request_through(clock: Clock) -> None:
-    breaker = Breaker(clock)
-    _opened(breaker)
-    clock.now += breaker.opens_for_s()
-    assert breaker.state is BreakerState.HALF_OPEN
-    assert breaker.trial_s() == 0
-    breaker.started(object())
-    assert not breaker.allows
-    clock.now += 2
-    breaker.started(object())
-    assert breaker.trial_s() == 2
-    breaker.succeeded()
-    assert (breaker.state, breaker.allows, breaker.trial_s()) == (BreakerState.CLOSED, True, 0)
-
-
 def test_a_trial_whose_client_left_is_no_trial(clock: Clock) -> None:
     breaker = Breaker(clock)
     _opened(breaker)

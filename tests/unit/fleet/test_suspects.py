@@ -8,16 +8,6 @@ class Clock:
         return self.now
 
 
-def test_a_request_that_ran_alone_is_refused_for_a_while() -> None:
-    clock = Clock()
-    suspects = Suspects(clock)
-    assert not suspects.engine_died(b"a", "first", alone=True)
-    assert suspects.refuses(b"a")
-    assert not suspects.refuses(b"b")
-    clock.now = REFUSED_S
-    assert not suspects.refuses(b"a")
-
-
 def test_one_of_several_runs_once_more() -> None:
     suspects = Suspects(Clock())
     assert suspects.engine_died(b"a", "first", alone=False)
