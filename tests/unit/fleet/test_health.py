@@ -1,21 +1,5 @@
-from dataclasses import dataclass
-
-import pytest
-
+from tests.unit.fleet.conftest import Clock
 from tokenproxy.fleet.health import FIRST_OPEN_S, FORGIVEN_AFTER_S, LONGEST_OPEN_S, Breaker, BreakerState
-
-
-@dataclass
-class Clock:
-    now: float = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 def _opened(breaker: Breaker) -> int:

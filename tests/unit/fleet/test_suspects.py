@@ -1,11 +1,5 @@
+from tests.unit.fleet.conftest import Clock
 from tokenproxy.fleet.dispatch import REFUSED_S, Suspects
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_one_of_several_runs_once_more() -> None:
