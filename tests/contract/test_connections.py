@@ -3,13 +3,13 @@
 import contextlib
 import re
 import ssl
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.support.certificates import make_certificate
 from tests.support.fake_vllm import Canned, FakeVllm, Reply
 from tests.support.sockets import BODY, CHAT, HALF_HEAD, connect, head, until_closed
 from tests.support.tiny_model import TinyModel
@@ -181,10 +181,7 @@ def test_bodies_are_framed_anew_for_the_engine(strict: httpx.Client, engine: Fak
 
 
 def test_tls(engine: FakeVllm, tmp_path: Path) -> None:
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
-    command += ["-nodes", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
-    subprocess.run([*command, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True)
+    cert, key = make_certificate(tmp_path)
     settings = Settings(upstreams=[engine.url], store="memory:", tls_cert=cert, tls_key=key)
     with run_server(create_app(settings), **connection_options(settings)) as url:
         assert url.startswith("https://")

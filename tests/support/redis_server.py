@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from weakref import finalize
 
+import pytest
 import redis
-from _pytest.outcomes import Skipped
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -17,23 +17,11 @@ from tests.support.ports import held_port
 from tests.support.utils import wait_until
 
 
-class NoRedisServer(Skipped):
-    """Skips a test, and is reported here instead of at the test: one line for all of them."""
-
-    @property
-    def _use_item_location(self) -> bool:
-        return False
-
-    @_use_item_location.setter
-    def _use_item_location(self, value: bool) -> None:
-        """pytest sets it where a fixture skips its tests."""
-
-
 def redis_program() -> str:
     """The server's program. Tests that need it are skipped if there is none."""
     program = shutil.which("redis-server") or shutil.which("valkey-server")
     if program is None:
-        raise NoRedisServer("no redis-server or valkey-server on the path: apt install redis-server")
+        pytest.skip("no redis-server or valkey-server on the path: apt install redis-server")
     return program
 
 

@@ -35,6 +35,13 @@ def wait_until(condition: Callable[[], object], patience_s: float = _PATIENCE_S)
         time.sleep(0.005)
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """Wait until something holds that another task brings about."""
+    async with asyncio.timeout(15):
+        while not condition():  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.001)
+
+
 class _Server(uvicorn.Server):
     """Looks for its end every few milliseconds instead of ten times a second."""
 

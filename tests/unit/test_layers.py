@@ -57,10 +57,6 @@ def _imports(path: Path, *, types: bool = True) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
-def _room(module: str) -> str:
-    return module if module.startswith("chat_tokenizer") else ".".join(module.split(".")[:2])
-
-
 def _is_in(module: str, rooms: list[str]) -> bool:
     return any(module == room or module.startswith(room + ".") for room in rooms)
 

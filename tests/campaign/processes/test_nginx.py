@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.certificates import make_certificate
 from tests.support.fake_vllm import Canned, FakeVllm, Reply
 from tests.support.ports import held_port
 from tests.support.utils import run_proxy, wait_until
@@ -28,10 +29,7 @@ pytestmark = pytest.mark.skipif(_NGINX is None, reason="nginx is not installed (
 @contextmanager
 def run_nginx(folder: Path, upstream: int) -> Iterator[httpx.Client]:
     """nginx with the example, on a port of its own; yields a client that trusts its certificate."""
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
-    command += ["-nodes", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
-    subprocess.run([*command, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True)
+    cert, key = make_certificate(folder)
     with held_port() as port:
         text = _EXAMPLE.read_text()
         for name, value in {

@@ -51,21 +51,15 @@ def run_way(
     log: Path,
     *flags: str,
     environment: Mapping[str, str] | None = None,
-    proxy_flags: tuple[str, ...] = (),
 ) -> Iterator[str]:
-    """An engine of the test's own with the plugin, or a proxy in front of it; the value is the URL.
-
-    Args:
-        flags: for vLLM.
-        proxy_flags: for `tokenproxy serve`; inside vLLM, `environment` has the settings.
-    """
+    """An engine of the test's own with the plugin, or a proxy in front of it; the value is the URL."""
     with start_engine(model, log, *flags, plugin=way == INSIDE, environment=environment) as engine:
         engine.wait_ready(START_TIMEOUT_S)
         if way == INSIDE:
             wait_ready(engine.url)
             yield engine.url
         else:
-            with run_proxy(engine.url, "--store", "memory:", *proxy_flags) as url:
+            with run_proxy(engine.url, "--store", "memory:") as url:
                 yield url
 
 

@@ -106,20 +106,6 @@ def test_a_full_disk(mortal: FakeVllm, tmp_path: Path) -> None:
         check_record(client, crowd.answers)
 
 
-def test_a_folder_that_cannot_be_written_at_first(mortal: FakeVllm, tmp_path: Path) -> None:
-    with (
-        _mounted(tmp_path / "mounted", "ro") as folder,
-        run_proxy_process(mortal, f"sqlite://{folder}/x/rollouts.db", tmp_path / "log") as client,
-    ):
-        assert "Read-only" in store_state(client)["error"]
-        crowd = Crowd(str(client.base_url), 2)
-        crowd.ask()
-        subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
-        _recovered(client)
-        assert crowd.ask().reasons == {""}
-        check_record(client, crowd.answers)
-
-
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_file_that_is_taken_away(mortal: FakeVllm, tmp_path: Path, replaced: bool) -> None:
     file, log = tmp_path / "rollouts.db", tmp_path / "proxy.log"

@@ -1,22 +1,15 @@
 """The whole matrix, and what makes it credible: `tests/unit/templates` has texts written by hand."""
 
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
-from unittest.mock import Mock
-
 import pytest
 
-from chat_tokenizer import Appended, TemplateUnsupported
 from tests.support.templates.corpus import sample
 from tests.support.templates.families import FAMILY_OF, template_files
-from tests.support.templates.matrix import Cell, trial
+from tests.support.templates.matrix import trial
 from tests.support.templates.oracle import Undecided
-from tests.support.templates.pairing import Pairing, pairing, real_pairings, trl_pairings
+from tests.support.templates.pairing import Pairing, real_pairings, trl_pairings
 from tests.support.templates.report import PAGE, table
-from tests.support.templates.sampling import Turn
 from tests.support.templates.shapes import SHAPES
-from tests.support.templates.verdicts import FINDINGS, Finding, Kind, Verdict, describe
+from tests.support.templates.verdicts import FINDINGS, Verdict, describe
 
 _MAX_REFUSED_SHARE = 0.03
 _REAL = ("qwen3", "gemma3")
@@ -63,52 +56,3 @@ def test_ids_after_a_turn_equal_those_of_the_whole_rendering(pairing: Pairing) -
         assert whole.endswith(turn.end.text), shape.name
         ids = turn.whole_end()
         assert oracle.encode(whole)[-len(ids) :] == ids, shape.name
-
-
-def _refuses(prompt: list[int], expected: list[int]) -> Appended:
-    raise TemplateUnsupported("no")
-
-
-def _breaks(prompt: list[int], expected: list[int]) -> Appended:
-    raise KeyError("role")
-
-
-def _answer(prompt_ids: list[int], close_ids: list[int], suffix_ids: list[int]) -> Any:
-    return SimpleNamespace(prompt_ids=prompt_ids, close_ids=close_ids, suffix_ids=suffix_ids, notes=())
-
-
-def _right(prompt: list[int], new: list[int]) -> Any:
-    return _answer(prompt + new, new[:1], new[1:])
-
-
-def _one_too_many(prompt: list[int], expected: list[int]) -> Any:
-    return _answer([*prompt, expected[0], *expected], expected[:1], expected)
-
-
-@pytest.mark.parametrize(
-    "template, answer, verdict, kind",
-    [
-        ("qwen3", _right, Verdict.EXACT, ""),
-        ("qwen3", _refuses, Verdict.REFUSED, "TemplateUnsupported"),
-        ("qwen3", _breaks, Verdict.WRONG, Kind.UNTYPED_ERROR),
-        ("qwen3", lambda prompt, new: _answer(prompt, [], []), Verdict.WRONG, Kind.OTHER_IDS),
-        ("qwen3", _one_too_many, Verdict.WRONG, Kind.OTHER_IDS),
-        ("qwen3", lambda prompt, new: _answer(prompt[1:] + new, [], new), Verdict.WRONG, Kind.PREFIX),
-        ("qwen3", lambda prompt, new: _answer(prompt + new, new, new), Verdict.WRONG, Kind.SUM),
-        # Gemma has no system role: without the system message it prints the same conversation
-        ("gemma", _right, Verdict.EXCLUDED, None),
-        ("gemma", _one_too_many, Verdict.UNCHECKED, None),
-        ("gemma", _breaks, Verdict.WRONG, None),
-    ],
-)
-def test_verdict_on_right_and_wrong_answers(
-    template: str, answer: Any, verdict: Verdict, kind: str | None
-) -> None:
-    subject = trial(pairing(template))
-    turn = subject.turn(SHAPES[0], "none")
-    assert isinstance(turn, Turn)
-    stub = Mock(append=lambda prompt_ids, *_new, **_options: answer(prompt_ids, turn.whole_end()))
-    shown = template == "qwen3"
-    for result in replace(subject, subject=stub).judge(Cell(SHAPES[0 if shown else 1], "length", "none")):
-        finding = Finding(result.verdict, result.finding.kind if shown else "")
-        assert finding == Finding(verdict, kind or ""), result.finding

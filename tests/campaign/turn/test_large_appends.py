@@ -13,7 +13,6 @@ import pytest
 from tests.support.fake_vllm import Canned, FakeVllm
 from tests.support.serve_process import ServeProcess
 from tests.support.tiny_model import END, TinyModel
-from tests.support.utils import send_and_keep, wait_until
 
 _PATH = "/v1/chat/completions/tokens"
 _MIB = 2**20
@@ -93,19 +92,3 @@ def test_large_texts_that_fit_are_tokenised_one_at_a_time_and_in_pieces(unlimite
     assert counts.pop() > len(text) // 10
     assert unlimited.process.peak_memory / _MIB - idle < 400
     assert sorted(waits)[len(waits) // 2] < 0.5
-
-
-def test_tokenising_ends_soon_after_its_client_left(unlimited: _Served) -> None:
-    idle = _cpu_seconds(unlimited)
-    with send_and_keep(unlimited.client.base_url, "/tokenize", _body(_text(40))):
-        wait_until(lambda: _cpu_seconds(unlimited) - idle > 4, 60)
-    left = _cpu_seconds(unlimited)
-    # it would take 40 times as long as what comes next, which gets the thread for large work
-    assert unlimited.client.post("/tokenize", content=_body(_text(1))).status_code == 200
-    assert _cpu_seconds(unlimited) - left < 10
-
-
-def _cpu_seconds(proxy: _Served) -> float:
-    """CPU time of a process, all its threads."""
-    fields = Path(f"/proc/{proxy.process.pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / 100

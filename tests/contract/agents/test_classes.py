@@ -69,22 +69,6 @@ def test_the_tree_has_the_agents(client: httpx.Client, stated: str) -> None:
     assert tree["turns"][4]["parent_agent"] == "a1"
 
 
-def test_samples_and_feed_of_some_classes(client: httpx.Client, stated: str) -> None:
-    path = f"/v1/sessions/{stated}/samples"
-    whole = _get(client, path)["samples"]
-    assert [sample["request_class"] for sample in whole] == ["compaction", "subagent", "subagent"]
-    [main_sample] = _get(client, path, **{"class": "main"})["samples"]
-    assert [turn["request_class"] for turn in main_sample["turns"]] == ["main", "main"]
-    assert len(_get(client, path, **{"class": ["main", "subagent"]})["samples"]) == 3
-
-    client.post(f"/v1/sessions/{stated}/reward", json={"reward": 1.0})
-    start = {"limit": 1000, "after": "0"}
-    found = {row["rollout"]: row for row in _get(client, "/v1/samples", **start, **{"class": "main"})["data"]}
-    assert [sample["leaf"] for sample in found[stated]["samples"]] == [main_sample["leaf"]]
-    others = _get(client, "/v1/samples", **start, **{"class": "workflow"})["data"]
-    assert stated not in [each["rollout"] for each in others]
-
-
 def test_the_export(stated: str, store: str, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     assert main(["export", "--store", store, "--out", str(out), "--class", "main"]) == 0

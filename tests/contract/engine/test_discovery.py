@@ -1,23 +1,11 @@
 import pytest
 
-from tests.support.fake_vllm import Canned, FakeVllm, Variant
+from tests.support.fake_vllm import Canned, FakeVllm
 from tokenproxy.base.errors import EngineBroken
 from tokenproxy.engine.discovery import discover
 from tokenproxy.engine.http import HttpEngine
 
 _CHAT = "/v1/chat/completions"
-
-
-@pytest.mark.parametrize(
-    "variant, found",
-    [(Variant.CHAT, "chat"), (Variant.SCALE_OUT, "generate"), (Variant.NEITHER, None)],
-)
-async def test_spelling_is_found(
-    engine: HttpEngine, fake: FakeVllm, variant: Variant, found: str | None
-) -> None:
-    fake.variant = variant
-    token_in = (await discover(engine)).token_in
-    assert (token_in and token_in.name) == found
 
 
 async def test_logprobs_mode_is_read_from_server_info(engine: HttpEngine, fake: FakeVllm) -> None:

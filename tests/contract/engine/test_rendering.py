@@ -1,7 +1,6 @@
 """The route of an engine that renders as its chat completions do."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -16,13 +15,6 @@ from tokenproxy.fleet.tokenizers import EngineRenderings
 
 _OTHER = Canned(b'{"tokens": [1, 2, 3]}', headers={"content-type": "application/json"})
 _CONVERSATION = ([{"role": "user", "content": "Hi"}], RenderOptions())
-
-
-@pytest.fixture
-async def engine(mortal: FakeVllm) -> AsyncIterator[HttpEngine]:
-    engine = HttpEngine(mortal.url)
-    yield engine
-    await engine.aclose()
 
 
 async def test_route_is_the_first_with_the_ids_that_completions_consume(tiny_model: TinyModel) -> None:

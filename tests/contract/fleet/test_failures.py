@@ -333,26 +333,6 @@ async def test_questions_go_to_another_replica_too() -> None:
 
 
 @stepped
-async def test_requests_beyond_the_capacity_wait_for_a_place() -> None:
-    [only] = engines(1)
-    options = {"replica_requests": 2, "queue_requests": 2, "queue_timeout_s": 30.0}
-    async with fleet_of(only, interval_s=600.0, **options) as fleet:
-        only.usual = waits(10.0)
-        only.replies = [waits(10.0), waits(20.0)]
-        requests = [asyncio.create_task(ask(fleet)) for _ in range(4)]
-        await settled()
-        assert (only.started, fleet.queue.waiting) == (2, 2)
-        with pytest.raises(Overloaded) as refused:
-            await ask(fleet)
-        assert (refused.value.status, refused.value.code) == (429, "queue_full")
-        requests.pop(2).cancel()  # its client leaves
-        await settled()
-        assert fleet.queue.waiting == 1
-        assert [status for status, _ in await asyncio.gather(*requests)] == [200] * 3
-        assert (only.started, fleet.queue.waiting, fleet.replicas[0].load.requests) == (3, 0, 0)
-
-
-@stepped
 async def test_waiting_requests_time_out_or_end_with_the_last_replica_or_run_on_one_that_joins() -> None:
     first, second = engines(2)
     options = {"replica_requests": 1, "queue_requests": 9, "queue_timeout_s": 30.0}

@@ -1,17 +1,12 @@
 """A fleet of engines on sockets: what the fleet's own tests, whose engines have none, cannot show."""
 
-import json
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Callable
 
 import httpx
-import pytest
 
-from tests.support.fake_vllm import FakeVllm, Reply, Variant
-from tests.support.tiny_model import TinyModel
-from tests.support.utils import run_proxy, send_and_keep, wait_until
-from tokenproxy.fleet.fleet import Fleet
+from tests.contract.fleet.conftest import completions
+from tests.support.fake_vllm import FakeVllm, Variant
+from tests.support.utils import run_proxy, wait_until
 
 _TOKENS, _CHAT = "/v1/chat/completions/tokens", "/v1/chat/completions"
 _IDS = {"prompt_ids": [1, 74]}
@@ -19,28 +14,16 @@ _HI = {"messages": [{"role": "user", "content": "Hi"}]}
 _NEVER_S = 60.0
 
 
-@pytest.fixture
-def start(tiny_model: TinyModel) -> Iterator[Callable[..., FakeVllm]]:
-    """Starts fake engines; a given port restarts one."""
-    with ExitStack() as stack:
-
-        def make(variant: Variant = Variant.CHAT, port: int = 0, names: tuple[str, ...] = ()) -> FakeVllm:
-            engine = FakeVllm(tiny_model, variant, port=port)
-            engine.names = list(names) or engine.names
-            return stack.enter_context(engine)
-
-        yield make
+class _OtherModel(FakeVllm):
+    def reset(self) -> None:
+        super().reset()
+        self.names = ["other"]
 
 
 def _state(client: httpx.Client) -> list[str]:
     """For each engine its way to take ids, or `down`."""
     engines = client.get("/ready").json()["engines"]
     return [str(engine["token_in"]) if engine["ready"] else "down" for engine in engines]
-
-
-def _sent(engine: FakeVllm) -> int:
-    """Number of completions of clients that the engine got."""
-    return sum(seen.json.get("max_tokens") != 1 for seen in engine.seen(_CHAT))
 
 
 def test_engines_die_and_come_back_as_others(start: Callable[..., FakeVllm]) -> None:
@@ -54,9 +37,9 @@ def test_engines_die_and_come_back_as_others(start: Callable[..., FakeVllm]) -> 
             assert (response.status_code, response.headers["retry-after"]) == (503, "2")
             assert response.json()["error"]["type"] == "ServiceUnavailableError"
         assert _state(client) == ["down", "down"]
-        start(Variant.SCALE_OUT, port=first.port)
+        start(variant=Variant.SCALE_OUT, port=first.port)
         wait_until(lambda: _state(client) == ["generate", "down"])
-        start(Variant.SCALE_OUT, port=second.port)
+        start(variant=Variant.SCALE_OUT, port=second.port)
         wait_until(lambda: _state(client) == ["generate", "generate"])
         assert client.post(_TOKENS, json=_IDS).json()["prompt_token_ids"] == [1, 74]
 
@@ -75,43 +58,13 @@ def test_no_ids_go_to_an_engine_that_came_back_with_another_model(start: Callabl
         assert client.post(_TOKENS, json=_IDS).status_code == 200
         assert same.seen("/v1/models")
         same.kill()
-        other = start(port=first.port, names=("other",))
+        other = start(_OtherModel, port=first.port)
         refused = client.post(_TOKENS, json=_IDS)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
         assert "another model" in refused.json()["error"]["message"]
-        assert _sent(other) == 0
+        assert completions(other) == 0
         wait_until(
             lambda: [each.get("model") for each in client.get("/ready").json()["engines"]] == ["other"]
         )
         assert client.post(_TOKENS, json=_IDS).status_code == 200
-        assert _sent(other) == 1
-
-
-def test_requests_beyond_the_capacity_wait_and_then_are_refused(
-    start: Callable[..., FakeVllm], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tokenproxy.app.app.Fleet", partial(Fleet, queue_requests=1))
-    engine = start()
-    body = json.dumps(_IDS).encode()
-    with run_proxy([engine], replica_requests=1) as client, ExitStack() as stack:
-        engine.replies.append(Reply(hold_at=0))
-        stack.enter_context(send_and_keep(client.base_url, _TOKENS, body))
-        wait_until(lambda: engine.running == 1)
-        leaves = ExitStack()
-        leaves.enter_context(send_and_keep(client.base_url, _TOKENS, body))
-        wait_until(partial(_is_waiting, client, 1))
-        refused = client.post(_TOKENS, json=_IDS)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
-        assert int(refused.headers["retry-after"]) >= 1
-        leaves.close()
-        wait_until(partial(_is_waiting, client, 0))
-        engine.release()
-        wait_until(lambda: engine.running == 0)
-        assert client.post(_TOKENS, json=_IDS).status_code == 200
-        assert client.get("/ready").json()["engines"][0]["requests"] == 0
-
-
-def _is_waiting(client: httpx.Client, count: int) -> bool:
-    page = client.get("/metrics").text
-    [line] = [line for line in page.splitlines() if line.startswith("tokenproxy_requests_queued")]
-    return float(line.rpartition(" ")[2]) == count
+        assert completions(other) == 1

@@ -55,10 +55,6 @@ def _turn(client: httpx.Client, session: str, arrived: Semaphore) -> bytes:
     return received
 
 
-def _versions(client: httpx.Client) -> list[str | None]:
-    return [engine.get("weight_version") for engine in client.get("/ready").json()["engines"]]
-
-
 @pytest.mark.parametrize("other", [False, True], ids=["this process", "another process"])
 def test_turns_that_an_update_interrupts_carry_both_versions(
     start: Callable[[int], list[FakeTrained]], tmp_path: Path, other: bool, monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 
 from tests.support.store_utils import add, digest_of, entry, make_session, make_turn, usage
+from tests.support.utils import until
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.store import (
     DOCUMENTS,
@@ -86,15 +87,9 @@ async def store(make: Callable[..., GuardedStore]) -> GuardedStore:
     return store
 
 
-async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(15):
-        while not condition():  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(0.002)
-
-
 async def _well(store: GuardedStore) -> None:
     """Wait until the store works again."""
-    await _until(lambda: store.health().state == "ok")
+    await until(lambda: store.health().state == "ok")
 
 
 def _chain(rollout: str, length: int) -> list[Turn]:
@@ -254,13 +249,13 @@ async def test_a_claim_that_comes_too_late_is_released(
     inner.held = {"claim"}
     with store_time(15.0 if leaves else _STALLED_S):
         claiming = asyncio.create_task(store.claim(*group))
-    await _until(lambda: "claim" in inner.calls)
+    await until(lambda: "claim" in inner.calls)
     if leaves:
         claiming.cancel()
     with pytest.raises(asyncio.CancelledError if leaves else StoreStalled):
         await claiming
     inner.held.clear()
-    await _until(lambda: "release" in inner.calls)
+    await until(lambda: "release" in inner.calls)
     assert await store.claim(*group) == turn.id
 
 

@@ -4,13 +4,13 @@ import asyncio
 import logging
 import os
 import re
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 import redis
 
+from tests.support.certificates import make_certificate
 from tests.support.ports import held_port
 from tests.support.redis_server import run_redis
 from tests.support.store_utils import add, digest_of, entry, make_turn, opened, usage
@@ -21,19 +21,8 @@ from tokenproxy.store.guarded import GuardedStore
 from tokenproxy.store.urls import make_store
 
 
-@pytest.fixture
-def certificate(tmp_path: Path) -> Path:
-    """A certificate for this machine, signed with its own key, which is in `server.key`."""
-    file = tmp_path / "server.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=localhost"
-    names = "-addext subjectAltName=DNS:localhost,IP:127.0.0.1 -days 2"
-    out = ["-keyout", str(file.with_suffix(".key")), "-out", str(file)]
-    subprocess.run([*command.split(), *names.split(), *out], check=True, capture_output=True)
-    return file
-
-
-async def test_tls(tmp_path: Path, certificate: Path) -> None:
-    key = certificate.with_suffix(".key")
+async def test_tls(tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
     files = f"--tls-cert-file {certificate} --tls-key-file {key} --tls-ca-cert-file {certificate}"
     turn, trusted = make_turn(), f"?ssl_ca_certs={certificate}"
     with (

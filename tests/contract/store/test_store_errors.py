@@ -133,12 +133,6 @@ async def test_a_wrong_password(tmp_path: Path) -> None:
             pass
 
 
-async def test_keys_of_another_version(redis_url: str) -> None:
-    with redis.Redis.from_url(redis_url) as client:
-        client.set("tokenproxy:version", "77")
-    await _refused(redis_url, redis_url, "another version", "version 4", "delete these keys")
-
-
 async def test_idle_connections_that_the_server_closed(redis_url: str, redis_port: int) -> None:
     async with opened(redis_url) as store:
         await asyncio.gather(*(add(store, make_turn()) for _ in range(10)))

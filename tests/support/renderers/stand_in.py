@@ -11,7 +11,7 @@ from tests.support.renderers.layouts import LAYOUTS
 from tests.support.renderers.pieces import CUT, Marker, Message, Pieces
 from tests.support.tiny_model import END, TinyModel, make_tiny_model
 
-_ENDS = ("</s>", "<\uff5cend▁of▁sentence\uff5c>", "<|content_model_end_sampling|>", "<|end_of_msg|>")
+_ENDS = ("</s>", "<\uff5cend▁of▁sentence\uff5c>", "<|content_model_end_sampling|>")
 """What ends a turn in each layout; the tiny vocabulary has one such token."""
 _MARKERS = {
     "mistral": (
@@ -35,7 +35,6 @@ _MARKERS = {
         *("<|content_text|>", "<|content_thinking|>", "<|unused_200024|>", "<|content_invoke_tool_json|>"),
         "<|end_message|>",
     ),
-    "kimi": ("<|open|>", "<|close|>", "<|sep|>"),
 }
 """By the first word of a layout's name."""
 

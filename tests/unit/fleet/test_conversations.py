@@ -1,18 +1,7 @@
 import pytest
 
+from tests.unit.fleet.conftest import Clock
 from tokenproxy.fleet.affinity import Conversations
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture

@@ -1,21 +1,5 @@
-from dataclasses import dataclass
-
-import pytest
-
+from tests.unit.fleet.conftest import Clock
 from tokenproxy.fleet.health import FIRST_OPEN_S, FORGIVEN_AFTER_S, LONGEST_OPEN_S, Breaker, BreakerState
-
-
-@dataclass
-class Clock:
-    now: float = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 def _opened(breaker: Breaker) -> int:
@@ -34,21 +18,6 @@ def test_failures_in_a_row_open_it(clock: Clock) -> None:
     assert _opened(breaker) == 3
     assert (breaker.state, breaker.allows) == (BreakerState.OPEN, False)
     assert breaker.reason == "no"
-
-
-def test_half_open_lets_one_request_through(clock: Clock) -> None:
-    breaker = Breaker(clock)
-    _opened(breaker)
-    clock.now += breaker.opens_for_s()
-    assert breaker.state is BreakerState.HALF_OPEN
-    assert breaker.trial_s() == 0
-    breaker.started(object())
-    assert not breaker.allows
-    clock.now += 2
-    breaker.started(object())
-    assert breaker.trial_s() == 2
-    breaker.succeeded()
-    assert (breaker.state, breaker.allows, breaker.trial_s()) == (BreakerState.CLOSED, True, 0)
 
 
 def test_a_trial_whose_client_left_is_no_trial(clock: Clock) -> None:

@@ -1,21 +1,5 @@
+from tests.unit.fleet.conftest import Clock
 from tokenproxy.fleet.dispatch import REFUSED_S, Suspects
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_a_request_that_ran_alone_is_refused_for_a_while() -> None:
-    clock = Clock()
-    suspects = Suspects(clock)
-    assert not suspects.engine_died(b"a", "first", alone=True)
-    assert suspects.refuses(b"a")
-    assert not suspects.refuses(b"b")
-    clock.now = REFUSED_S
-    assert not suspects.refuses(b"a")
 
 
 def test_one_of_several_runs_once_more() -> None:

@@ -2,10 +2,11 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
+from tests.support.utils import until
 from tokenproxy.base.errors import Overloaded
 from tokenproxy.record.encoders import LARGE, LARGE_PARSED, EncoderPool
 
@@ -33,12 +34,6 @@ async def pool() -> AsyncIterator[EncoderPool]:
 
 async def began(work: Held) -> None:
     assert await asyncio.to_thread(work.began.wait, _PATIENCE_S)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(_PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - what it waits for is no event
-            await asyncio.sleep(0.001)
 
 
 async def test_small_work_does_not_wait_for_large_work(pool: EncoderPool) -> None:

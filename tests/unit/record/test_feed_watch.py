@@ -1,21 +1,15 @@
 """The watch of the feed: who waits is woken; `tests/contract/web/test_feed.py` has the route."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.support.store_utils import add, make_turn
+from tests.support.utils import until
 from tokenproxy.record.feed import FeedWatch
 from tokenproxy.record.store import Cause, FeedPage, Limits, StoreError
 from tokenproxy.store.sqlite import SqliteStore
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(15):
-        while not condition():  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(0.002)
 
 
 @pytest.mark.parametrize("notified", [False, True])
@@ -34,7 +28,7 @@ async def test_all_who_wait_share_the_polls_also_after_the_store_failed(notified
     watch = FeedWatch(store, 1000.0 if notified else 0.002)
     polling = asyncio.create_task(watch.poll_forever())
     waiting = [asyncio.create_task(watch.wait(0, 15)) for _ in range(100)]
-    await _until(lambda: polls >= (1 if notified else 3))
+    await until(lambda: polls >= (1 if notified else 3))
     fails, before = False, polls
     await add(store, make_turn("a"))
     await store.finish("a", Cause.END)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.trees import add_rollouts
+from tests.support.utils import until
 from tokenproxy.record.store import Cause, Limits, Store, StoreError
 from tokenproxy.samples.feed import FeedFilter
 from tokenproxy.samples.follow import Follower, end_last_line
@@ -19,12 +20,6 @@ from tokenproxy.store.sqlite import SqliteStore
 async def _finish(store: Store, name: str) -> None:
     await add_rollouts(store, name)
     assert await store.finish(name, Cause.END)
-
-
-async def _until(condition: Any) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(0.001)
 
 
 async def test_a_store_that_fails_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,9 +38,9 @@ async def test_a_store_that_fails_for_a_while(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(store, "feed", fail_at_times)
     follower = Follower(store, LAYOUTS["plain"], FeedFilter(), "once", 0, poll_s=0.001)
     running = asyncio.create_task(follower.run(file, errors.append))
-    await _until(lambda: reads > 6)
+    await until(lambda: reads > 6)
     await _finish(store, "b")
-    await _until(lambda: follower.report.rollouts == 2)
+    await until(lambda: follower.report.rollouts == 2)
     follower.stop()
     await running
     # reported once each time

@@ -13,7 +13,7 @@ def test_all_is_every_public_name() -> None:
 
 def test_import_loads_no_proxy_and_no_web_framework() -> None:
     """The package is usable on its own, without HTTP, engines or storage."""
-    names = ["aiohttp", "fastapi", "msgspec", "proxy", "starlette", "uvicorn"]
-    program = f"import sys, tokenization; print([n for n in {names} if n in sys.modules])"
+    names = ["aiohttp", "fastapi", "starlette", "tokenproxy", "uvicorn"]
+    program = f"import sys, chat_tokenizer; print([n for n in {names} if n in sys.modules])"
     process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert process.stdout.strip() == "[]"
