@@ -38,7 +38,7 @@ from tokenproxy.settings import Settings
 from tokenproxy.store.guarded import START_S
 from tokenproxy.store.urls import make_store
 from tokenproxy.turn.running import RunningRequests
-from tokenproxy.web.gate import HEAD_LIMIT_BYTES
+from tokenproxy.web.gate import HEAD_LIMIT_BYTES, is_loopback
 
 log = logging.getLogger("tokenproxy")
 
@@ -192,6 +192,13 @@ def run(settings: Settings) -> int:
     except StoreError as error:
         log.error("the proxy cannot record turns: %s", error)
         return 1
+    if not (settings.asks_for_keys or settings.allow_anonymous or is_loopback(settings.host)):
+        log.warning(
+            "no keys are set: unless the engines ask for keys, every client that reaches %s:%d may read and "
+            "delete what is recorded: set `api_key` (--api-key KEY) or listen on 127.0.0.1",
+            settings.host,
+            settings.port,
+        )
     raise_file_limit()
     if settings.workers > 1:
         return run_workers(settings)

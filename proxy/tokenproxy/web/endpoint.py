@@ -18,8 +18,10 @@ from tokenproxy.monitoring.exchange import Exchange
 from tokenproxy.monitoring.middleware import EXCHANGE_KEY
 from tokenproxy.record.store import StoreError
 from tokenproxy.record.store_time import store_time
+from tokenproxy.settings import Settings
 from tokenproxy.turn.services import Services
-from tokenproxy.web.base import Route
+from tokenproxy.web.auth import check_page
+from tokenproxy.web.base import Route, StoreRoute
 from tokenproxy.web.credentials import SCOPE_KEY, TenantOf, tenant_in_scope
 from tokenproxy.web.gate import check_path, raw_path
 from tokenproxy.web.keys import SCOPES_KEY, KeyScope
@@ -63,7 +65,7 @@ class Endpoint:
             try:
                 services = self._services(scope)
                 with services.running.cuttable():
-                    request = await self._read(scope, receive, services.settings.body_limit_bytes)
+                    request = await self._read(scope, receive, services.settings)
             except ClientGone:
                 exchange.leave()
             except ApiError as error:
@@ -73,7 +75,7 @@ class Endpoint:
                 with _ClientWatch(receive, exchange), store_time(store_s):
                     await self._serve(request, services, send)
 
-    async def _read(self, scope: Scope, receive: Receive, limit: int) -> Request:
+    async def _read(self, scope: Scope, receive: Receive, settings: Settings) -> Request:
         """The request, once its client may send it. Raises ApiError or ClientGone."""
         path = raw_path(scope) if "{" in self.route.path else self.route.path
         if self._inside_vllm:
@@ -82,12 +84,15 @@ class Endpoint:
             _check_scope(scope, self.route.needed_scope(scope["method"], unquote(path)))
         # Before the body is read: a client without a valid credential must not fill the memory
         tenant = await (self._tenant_of if self.route.needs_tenant else tenant_in_scope)(scope)
+        # in front of vLLM a middleware does; which pages may use its own routes, vLLM's settings tell
+        if self._inside_vllm and not tenant and isinstance(self.route, StoreRoute):
+            check_page(scope["headers"], [origin.encode() for origin in settings.cors_origins])
         query: bytes = scope.get("query_string", b"")
         return Request(
             scope["method"],
             f"{path}?{query.decode('latin-1')}" if query else path,
             list(scope["headers"]),
-            await read_body(scope, receive, limit, BODY_TIMEOUT_S),
+            await read_body(scope, receive, settings.body_limit_bytes, BODY_TIMEOUT_S),
             tenant=tenant,
             may_read=self._inside_vllm or KeyScope.READ in scope.get(SCOPES_KEY, ()),
             parameters=scope.get("path_params", {}),
