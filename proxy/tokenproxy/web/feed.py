@@ -30,6 +30,7 @@ from tokenproxy.samples.feed import (
 )
 from tokenproxy.samples.layouts import Layout
 from tokenproxy.samples.samples import Shared
+from tokenproxy.samples.turn_json import stored_json
 from tokenproxy.turn.services import Services
 from tokenproxy.web.base import StoreRoute
 from tokenproxy.web.keys import KeyScope
@@ -255,7 +256,7 @@ def _shown(rollout: ReadRollout, layout: Layout) -> msgspec.Raw:
                 "revision": session.revision,
                 "cause": session.cause,
                 "finished": session.position / 1e6,
-                "metadata": msgspec.Raw(session.metadata),
+                "metadata": stored_json(session.metadata, b"{}"),
                 "samples": [layout.row(sample) for sample in rollout.samples],
                 "refused": rollout.refused,
                 "cursor": str(session.position),
