@@ -78,6 +78,9 @@ PRAGMA application_id = {_APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 """
 """`state` of a turn: 0 open, 1 claimed, 2 continued. `last` of `totals` is the last position of the feed."""
+_STATEMENTS = [statement.strip() for statement in _SCHEMA.split(";\n") if statement.strip()]
+_CREATED = {" ".join(each.split()) for each in _STATEMENTS if each.startswith("CREATE")}
+"""What SQLite keeps of the statements, each as one line."""
 FIELDS = Session.__struct_fields__
 """The first columns of `sessions`."""
 SESSIONS = f"SELECT {', '.join(FIELDS)} FROM sessions"
@@ -128,17 +131,22 @@ def prepare(connection: sqlite3.Connection, path: Path | None) -> None:
     """
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     application = connection.execute("PRAGMA application_id").fetchone()[0]
-    if application == _APPLICATION_ID and version == SCHEMA_VERSION:
+    # a version of the program may have changed a table without giving it another number
+    found = {
+        " ".join(row[0].split()) for row in connection.execute("SELECT sql FROM sqlite_master WHERE sql > ''")
+    }
+    if application == _APPLICATION_ID and version == SCHEMA_VERSION and found >= _CREATED:
         return
     if application == _APPLICATION_ID:
+        differs = "other columns or triggers" if version == SCHEMA_VERSION else f"version {version}"
         raise StoreUnusable(
-            f"{path} has version {version} of the tables, and this program needs version {SCHEMA_VERSION}: "
+            f"{path} has {differs} of the tables, and this program needs version {SCHEMA_VERSION}: "
             "export it with the program that wrote it, then move the file away or name another"
         )
-    if version or connection.execute("SELECT 1 FROM sqlite_master").fetchone():
+    if version or found:
         raise StoreUnusable(f"{path} is another program's database: name another file")
     # executescript would commit
-    for statement in filter(str.strip, _SCHEMA.split(";\n")):
+    for statement in _STATEMENTS:
         connection.execute(statement)
 
 

@@ -100,6 +100,11 @@ async def test_a_file_of_another_version_or_program(tmp_path: Path) -> None:
     file, theirs = tmp_path / "x.db", tmp_path / "theirs.db"
     async with opened(f"sqlite://{file}"):
         pass
+    async with opened(f"sqlite://{file}") as store:  # its own tables are those that it needs
+        await add(store, make_turn())
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute("ALTER TABLE sessions DROP COLUMN cause")
+    await _refused(f"sqlite://{file}", str(file), "other columns", "move the file away")
     with closing(sqlite3.connect(file)) as connection:
         connection.execute("PRAGMA user_version = 77")
     await _refused(f"sqlite://{file}", str(file), "version 77 ", "version 5", "move the file away")
