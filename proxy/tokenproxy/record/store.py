@@ -196,7 +196,8 @@ class FeedPage(NamedTuple):
     """What the feed holds after a position."""
 
     end: int
-    """The last position that was given to any rollout; 0 if there was none."""
+    """The last position that was given to any rollout; for a tenant the last that one of its rollouts has, so
+    that it tells nothing of the others. 0 if there is none."""
     waiting: int
     """Rollouts after the position, those not returned too."""
     sessions: list[Session]

@@ -204,7 +204,7 @@ async def _read_or_wait(requested: _FeedRequest, tenant: str, services: Services
     start = await _start(requested, tenant, store)
     end = (await store.feed(2**62, limit=0)).end
     # a store that was lost may have given greater positions
-    position = min(start, end)
+    position = min(start, (await store.feed(2**62, limit=0, tenant=tenant)).end)
     while True:
         step = await read_step(
             store, position, requested.limit, requested.selected, requested.shared, asyncio.to_thread

@@ -112,6 +112,9 @@ async def test_a_tenant_reads_its_own_rollouts(store: Store) -> None:
     assert await _read(store, tenant="t") == [("t/a", 1), ("t/b", 1)]
     assert await _read(store, tenant="u") == [("u/a", 1)]
     assert await _read(store, tenant="") == [("a", 1)]
+    ends = [(await store.feed(2**62, limit=0, tenant=tenant)).end for tenant in ("t", "u", "nobody")]
+    own = [(await store.feed(0, limit=9, tenant=tenant)).sessions[-1].position for tenant in ("t", "u")]
+    assert ends == [*own, 0]
     first = (await store.feed(0, limit=1, tenant="t")).sessions[0].position
     assert await _read(store, first, tenant="t") == [("t/b", 1)]
 
