@@ -140,6 +140,26 @@ async def test_idle_rollouts_are_finished_in_the_order_of_their_use(
     assert (await _read(store))[-1] == ("b", 2)
 
 
+async def test_a_clock_that_was_ahead_keeps_no_rollout_from_being_finished(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead, now = time.time() + 8 * 86_400, [0.0]
+    monkeypatch.setattr(time, "time", lambda: ahead)
+    await _add(store, "a", "b")
+    await feed.finish_idle(store, ahead + 1)
+    monkeypatch.undo()
+    await _add(store, "c")  # its time of use is after those of the others
+    idle = feed.IdleTime(3600.0, lambda: now[0])
+    for now[0], finished in ((0.0, ["a", "b"]), (3599.0, ["a", "b"]), (3600.0, ["a", "b", "c"])):
+        await feed.finish_idle(store, idle.before((await store.sessions(limit=1))[0].used))
+        assert [name for name, _ in await _read(store)] == finished
+    for name in finished:
+        await store.delete(name)
+    await _add(store, "d")
+    await feed.finish_idle(store, time.time() + 1)
+    assert await _read(store) == [("d", 1)]
+
+
 async def test_consumers_acknowledge(store: Store) -> None:
     await _add(store, "a", "b", "c", "t/a")
     await _finish(store, "a", "t/a", "b", "c")
