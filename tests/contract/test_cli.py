@@ -90,6 +90,21 @@ def test_flags_of_every_kind_arrive(
     assert getattr(settings, name) == value
 
 
+@pytest.mark.parametrize(
+    ("flags", "warned"),
+    [([], False), (["--host", "0.0.0.0"], True), (["--host", "0.0.0.0", "--api-key", "k"], False)],
+)
+def test_a_proxy_without_keys_beyond_loopback_warns(
+    flags: list[str], warned: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("uvicorn.Server.run", lambda server: None)
+    monkeypatch.setattr("tokenproxy.app.server.configure_logs", lambda level, form: None)
+    assert main(["serve", "--upstream", "http://a:1", "--store", "memory:", *flags]) == 1
+    assert ["--api-key KEY" in message for message in caplog.messages if "no keys" in message] == [
+        True
+    ] * warned
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "127.0.0.1.example.com", ""])
 def test_the_engines_key_is_not_lent_to_the_public(
     served: list[Settings], host: str, capsys: Capture

@@ -128,6 +128,17 @@ def test_a_body_of_a_refused_request_does_not_keep_its_connection(
                     break
 
 
+def test_a_refused_client_reads_the_answer_although_it_sends_its_whole_body_first(
+    usual: httpx.Client, strict: httpx.Client
+) -> None:
+    """And asks for the connection to be closed: closed at once, it would be reset."""
+    body = b" " * 2**23
+    for client, status in ((usual, b"401"), (strict, b"413")):
+        with connect(client.base_url) as connection:
+            connection.sendall(head(CHAT, f"content-length: {len(body)}", "connection: close") + body)
+            assert until_closed(connection).startswith(b"HTTP/1.1 " + status)
+
+
 def test_a_connection_is_kept_after_a_refused_request(usual: httpx.Client) -> None:
     with connect(usual.base_url) as kept:
         for _ in range(3):

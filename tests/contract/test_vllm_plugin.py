@@ -97,6 +97,13 @@ def test_turns_and_the_engines_own_routes(inside: httpx.Client) -> None:
     assert not [path for path in paths if path[1:].endswith("/") or path.startswith(("/chat/", "/sessions"))]
 
 
+def test_pages_of_other_origins_reach_no_recorded_data(inside: httpx.Client) -> None:
+    headers = {"origin": "https://evil.example", "content-type": "text/plain"}
+    for path, status in (("/v1/sessions", 403), ("/v1/chat/completions", 200)):
+        body = b'{"messages": [{"role": "user", "content": "Hi"}]}'
+        assert inside.post(path, content=body, headers=headers).status_code == status
+
+
 def test_while_the_engine_starts(tiny_model: TinyModel) -> None:
     server = Server(tiny_model, starts=False)
     with run_server(server.app) as url:

@@ -311,7 +311,7 @@ def _framed(
     """The request on the wire. `connection: close` lets a client read until the end."""
     if not any(header.startswith(b"content-type") for header in headers):
         headers.append(b"content-type: application/json")
-    start = f"{method} {path} HTTP/1.1\r\n".encode() + b"\r\n".join([b"host: proxy", *headers]) + b"\r\n"
+    start = f"{method} {path} HTTP/1.1\r\n".encode() + b"\r\n".join([b"host: localhost", *headers]) + b"\r\n"
     last = start + b"connection: close\r\n"
     ends = (b"content-length", b"transfer-encoding", b"connection")
     odd = any(header.startswith(ends) for header in headers)

@@ -7,7 +7,7 @@ import httpx
 
 CHAT = "/v1/chat/completions"
 BODY = b'{"messages": [{"role": "user", "content": "Hi"}]}'
-HALF_HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: proxy\r\nx-slow: "
+HALF_HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nx-slow: "
 PATIENCE_S = 20.0
 
 
@@ -16,7 +16,7 @@ def connect(url: httpx.URL) -> socket.socket:
 
 
 def head(path: str, *lines: str) -> bytes:
-    return "\r\n".join((f"POST {path} HTTP/1.1", "host: proxy", *lines, "", "")).encode()
+    return "\r\n".join((f"POST {path} HTTP/1.1", "host: localhost", *lines, "", "")).encode()
 
 
 def until_closed(connection: socket.socket) -> bytes:

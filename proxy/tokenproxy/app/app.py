@@ -38,9 +38,9 @@ from tokenproxy.store.urls import make_store
 from tokenproxy.turn.model_aliases import ModelAliases, parse_alias
 from tokenproxy.turn.running import RunningRequests
 from tokenproxy.turn.services import Services
-from tokenproxy.web.auth import ApiKeys, NoKeys, is_loopback
+from tokenproxy.web.auth import ApiKeys, NoKeys
 from tokenproxy.web.credentials import EngineCredentials, TenantOf, tenant_in_scope
-from tokenproxy.web.gate import Gate
+from tokenproxy.web.gate import Gate, is_loopback
 from tokenproxy.web.keys import KeyFile, read_keys
 from tokenproxy.web.routes import DirectRoutes, all_routes, mount
 
@@ -195,7 +195,8 @@ def create_app(
         return services
 
     async def send(request: Request) -> Response:
-        return await services_of({}).fleet.send_to_any(request, Routing())
+        # it needs no weights, so that a paused fleet does not hold it up
+        return await services_of({}).fleet.send_to_any(request, Routing(samples=False))
 
     async def lend(credential: tuple[bytes, bytes]) -> None:
         await services_of({}).fleet.lend_credential(credential)
@@ -240,6 +241,7 @@ def _replica_maker(
 
 def _guard(app: FastAPI, settings: Settings, key_file: KeyFile | None) -> None:
     """Add the middlewares; the one added last gets a request first."""
+    loopback = not settings.asks_for_keys and is_loopback(settings.host)
     if settings.asks_for_keys:
         keys, admin_keys = (
             [key.get_secret_value() for key in group] for group in (settings.api_key, settings.admin_key)
@@ -252,8 +254,8 @@ def _guard(app: FastAPI, settings: Settings, key_file: KeyFile | None) -> None:
             metrics_need_key=settings.metrics_need_key,
         )
     else:
-        app.add_middleware(NoKeys, loopback=is_loopback(settings.host), cors_origins=settings.cors_origins)
-    app.add_middleware(Gate, routes=all_routes(), allowed_hosts=settings.allowed_hosts)
+        app.add_middleware(NoKeys, loopback=loopback, cors_origins=settings.cors_origins)
+    app.add_middleware(Gate, routes=all_routes(), allowed_hosts=settings.allowed_hosts, loopback=loopback)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

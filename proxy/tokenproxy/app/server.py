@@ -38,7 +38,7 @@ from tokenproxy.settings import Settings
 from tokenproxy.store.guarded import START_S
 from tokenproxy.store.urls import make_store
 from tokenproxy.turn.running import RunningRequests
-from tokenproxy.web.gate import HEAD_LIMIT_BYTES
+from tokenproxy.web.gate import HEAD_LIMIT_BYTES, is_loopback
 
 log = logging.getLogger("tokenproxy")
 
@@ -54,6 +54,35 @@ UNSENT_BYTES = 128 * 1024
 not read has in the kernel, megabytes by default, passed through the proxy and is kept for the record."""
 
 
+class _Lingering:
+    """The transport of a connection. `close` first lets the client send the rest of its request and read the
+    response: a connection that is closed with bytes unread is reset, and the response is lost."""
+
+    def __init__(self, transport: asyncio.Transport, protocol: "GuardedProtocol") -> None:
+        self._transport = transport
+        self._protocol = protocol
+        self.write = transport.write
+        self.lingers = False
+        """Whether nothing more is sent, and what comes is discarded."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        """See `asyncio.BaseTransport.is_closing`."""
+        return self.lingers or self._transport.is_closing()
+
+    def close(self) -> None:
+        """Close at once where no body is awaited, or at the second call; else wait for the client."""
+        if self.is_closing() or not self._protocol.awaits_body:
+            self._transport.close()
+            return
+        self.lingers = True
+        self._protocol.linger()
+        if self._transport.can_write_eof():  # not with TLS
+            self._transport.write_eof()
+
+
 class GuardedProtocol(HttpToolsProtocol):
     """uvicorn's protocol with the limits; it refuses what exceeds them and closes the connection."""
 
@@ -61,11 +90,12 @@ class GuardedProtocol(HttpToolsProtocol):
     """uvicorn's newest request and response; None before the first."""
     _timer: asyncio.TimerHandle | None = None
     _head_size = 0
-    _in_body = False
+    awaits_body = False
     """Whether the next byte belongs to the body of a request."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        lingering: Any = _Lingering(transport, self)
+        super().connection_made(lingering)
         _limit_unsent(transport)
         self._start(HEAD_TIMEOUT_S, self._head_is_late)
 
@@ -77,7 +107,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._stop()
             self._head_size = 0
             return
-        if self._in_body:
+        if self.awaits_body:
             return  # the rest of a request that already has its response: the connection lingers
         self._head_size += len(data)
         if self._head_size > HEAD_LIMIT_BYTES:
@@ -88,19 +118,24 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The parser's callback after a head."""
         super().on_headers_complete()
-        self._in_body = True
+        self.awaits_body = True
 
     def on_message_complete(self) -> None:
         """The parser's callback after a body."""
         super().on_message_complete()
-        self._in_body = False
+        self.awaits_body = False
 
     def on_response_complete(self) -> None:
         """uvicorn's callback after a response."""
         super().on_response_complete()
         self._head_size = 0
-        if self._in_body and not self._serves() and not self.transport.is_closing():
-            self._start(LINGER_S, self._close)
+        if self.awaits_body and not self._serves() and not self.transport.is_closing():
+            self._start(LINGER_S, self.transport.abort)
+
+    def linger(self) -> None:
+        """Discard what the client still sends, for a while."""
+        self.flow.resume_reading()
+        self._start(LINGER_S, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -192,6 +227,13 @@ def run(settings: Settings) -> int:
     except StoreError as error:
         log.error("the proxy cannot record turns: %s", error)
         return 1
+    if not (settings.asks_for_keys or settings.allow_anonymous or is_loopback(settings.host)):
+        log.warning(
+            "no keys are set: unless the engines ask for keys, every client that reaches %s:%d may read and "
+            "delete what is recorded: set `api_key` (--api-key KEY) or listen on 127.0.0.1",
+            settings.host,
+            settings.port,
+        )
     raise_file_limit()
     if settings.workers > 1:
         return run_workers(settings)

@@ -144,7 +144,7 @@ class Run:
         self._routing = routing
         cached = routing.reused if replica.name == fleet.prefix_caches.holder(routing) else 0
         self._lease = replica.load.begin(routing.ids)
-        self._lease.to_read = routing.ids - cached
+        self._lease.to_read, self._lease.samples = routing.ids - cached, routing.completion
         replica.breaker.started(self._lease)  # at once: the next in the queue must not be a second trial
         # one that belongs to no conversation counts as one of its own while it runs
         self._conversation = routing.conversation or f"request/{id(self)}"

@@ -12,8 +12,10 @@ the growing time is that of Envoy's outlier detection.)
 
 A watch finds replicas that accept requests and never respond to them. A replica is silent if requests run
 on it and it has sent nothing for longer than it needed recently. It is then sent a request for one token.
-If that does not arrive, and the engine's own count of tokens does not grow, the replica is ejected. The
-threshold is measured, because prompts take engines on a CPU a minute.
+If that does not arrive, and the engine's own count of tokens does not grow, the replica is ejected. So is one
+that answers it, but works on nothing else: it was silent for much longer than any replica needed recently,
+and its count of tokens stands still. The threshold is measured, because prompts take engines on a CPU a
+minute.
 """
 
 import asyncio
@@ -57,6 +59,8 @@ class Breaker:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.reason = ""
         """The failure that opened it."""
+        self.proved_by_probe = True
+        """Whether an answer to a request for one token ends a trial."""
         self._clock = clock
         self._failures = 0
         self._open_s = 0.0
@@ -106,6 +110,7 @@ class Breaker:
     def reset(self) -> None:
         """Close the breaker, because the engine was restarted."""
         self._failures, self._trial, self._opened_at = 0, None, None
+        self.proved_by_probe = True
 
     def succeeded(self) -> None:
         """Take note of a response. While the breaker is open, late responses are ignored."""
@@ -150,12 +155,16 @@ whole completion may take minutes, and all other requests wait for its end. A sh
 _TIMES_SLOWER = 3.0
 """How many times longer than usual silences a silence must be to count."""
 PROBE_S = 2.5
+HUNG_S = 30.0
+"""The shortest silence that counts although the replica answers requests for one token."""
 LATE_S = 1.0
 """A task that wakes up later than this makes recent timeouts inconclusive."""
 _LATE_REMEMBERED_S = 10.0
 _NAP_S = 0.05
 _NAPS = 4
 _SETTLES_S = 3.0
+_DEAD = "it responds to /health, but to no requests"
+_HUNG = "it responds to requests for one token, but to no others"
 _TOKEN_COUNTS = re.compile(rb"^vllm:(?:generation|prompt|iteration)_tokens_total\S*\s+(\S+)$", re.MULTILINE)
 
 
@@ -224,7 +233,9 @@ class FleetWatch:
             silent_s = replica.load.silent_s()
             if silent_s < SILENT_S or replica.name in self._probes or not self._may_probe(replica):
                 continue
-            suspicious = silent_s > _TIMES_SLOWER * replica.load.usual_silence_s()
+            # after each answer to a request for one token the next one comes later
+            probed_after_s = replica.load.unserved_s() - silent_s
+            suspicious = silent_s > max(_TIMES_SLOWER * replica.load.usual_silence_s(), probed_after_s)
             if suspicious or replica.breaker.trial_s() > SILENT_S:
                 self._probes[replica.name] = asyncio.create_task(self._probe(replica, suspicious))
         for replica in [each for each in fleet.leaving if not each.load.requests]:
@@ -239,13 +250,18 @@ class FleetWatch:
 
     async def _probe(self, replica: "Replica", suspicious: bool) -> None:
         try:
-            if await self._is_dead(replica, suspicious) and self._fleet.has_alternative(replica):
-                self._fleet.eject(replica, "it responds to /health, but to no requests")
+            fault = await self._fault(replica, suspicious)
+            if fault and self._fleet.has_alternative(replica):
+                replica.breaker.proved_by_probe = fault != _HUNG
+                self._fleet.eject(replica, fault)
         finally:
             del self._probes[replica.name]
 
-    async def _is_dead(self, replica: "Replica", suspicious: bool) -> bool:
-        """Ask for one token; True if a suspicious replica does not answer, and nothing explains that."""
+    async def _fault(self, replica: "Replica", suspicious: bool) -> str:
+        """Ask for one token; returns why the replica counts as dead, empty if it does not.
+
+        It does if it is suspicious and does not answer, or answers and hangs, and nothing explains that.
+        """
         before, silent_s = await _token_count(replica), replica.load.silent_s()
         request = {"messages": [{"role": "user", "content": "."}], "max_tokens": 1}
         status = 0
@@ -255,20 +271,39 @@ class FleetWatch:
         except TimeoutError:
             pass
         except OutOfSockets:
-            return False  # this process is at fault, not the replica
+            return ""  # this process is at fault, not the replica
         except ApiError as error:
             if suspicious:
                 self._fleet.failed(replica, error)
-            return False
+            return ""
         if 0 < status < 500:
-            replica.load.progress()
-            if status == 200 and replica.breaker.trial_s() > SILENT_S:
+            replica.load.note_probe()
+            proved = status == 200 and replica.breaker.proved_by_probe
+            if proved and replica.breaker.trial_s() > SILENT_S:
                 replica.breaker.succeeded()
-            return False
+            return _HUNG if await self._hangs(replica) else ""
         progressed = replica.load.silent_s() < silent_s or before != await _token_count(replica)
         if not suspicious or progressed or self.was_late:
+            return ""
+        return "" if await self._fleet.weights.explains_silence(replica) else _DEAD
+
+    async def _hangs(self, replica: "Replica") -> bool:
+        """Whether a replica that answers a request for one token works on no other, although some run.
+
+        A long completion that is not streamed is silent too, but its engine counts its tokens. Without that
+        count, nothing tells them apart.
+        """
+        usual_s = max(each.load.usual_silence_s() for each in [replica, *self._fleet.replicas])
+        unserved_s = replica.load.unserved_s()
+        if unserved_s < max(HUNG_S, _TIMES_SLOWER * usual_s):
             return False
-        return not await self._fleet.weights.explains_silence(replica)
+        before = await _token_count(replica)
+        # at random, because other processes ask for one token, too, and must not do so each time
+        await asyncio.sleep(PROBE_S * random.uniform(0.5, 1.5))
+        if before is None or before != await _token_count(replica) or self.was_late:
+            return False
+        silent = replica.load.unserved_s() > unserved_s
+        return silent and not await self._fleet.weights.explains_silence(replica)
 
 
 async def _token_count(replica: "Replica") -> float | None:

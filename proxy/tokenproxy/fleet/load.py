@@ -43,6 +43,8 @@ class Lease:
     """Estimated number of its prompt's ids that are not in the replica's prefix cache."""
     last_try: bool = False
     """Whether the request may not run again if this replica fails."""
+    samples: bool = False
+    """Whether its engine counts tokens while it runs."""
 
 
 @dataclass(slots=True)
@@ -61,6 +63,8 @@ class Load:
     """When the pace was measured."""
     _progressed: float = -math.inf
     """When the replica last sent an event or a body, or took a request after a pause."""
+    _served: float = -math.inf
+    """The same without the answers to the proxy's own requests for one token."""
     _read_s: float = 0.0
     """Seconds from recent requests to their first bytes, and the ids of their prompts."""
     _read_ids: float = 0.0
@@ -79,7 +83,7 @@ class Load:
         """Count a request until `end`."""
         now = self.clock()
         if not self.running:
-            self._progressed = now
+            self._progressed = self._served = now
         lease = Lease(ids, now)
         self.running.add(lease)
         return lease
@@ -109,7 +113,7 @@ class Load:
         Args:
             seconds: how long it was; 0 if that is unknown, so that only the silence is forgotten.
         """
-        self._progressed = now = self.clock()
+        self._progressed = self._served = now = self.clock()
         for lease in self.running:
             lease.started += min(seconds, max(0.0, now - lease.started))
 
@@ -131,13 +135,22 @@ class Load:
     def progress(self) -> None:
         """Take note that the replica sent a whole event or body."""
         now = self.clock()
-        gap = now - self._progressed
+        gap = now - self._served
         self.slowest_gap_s = max(gap, self.slowest_gap_s * 0.5 ** (gap / _GAP_HALF_LIFE_S))
-        self._progressed = now
+        self._progressed = self._served = now
+
+    def note_probe(self) -> None:
+        """Take note that the replica answered a request for one token, which is silence of all others."""
+        self._progressed = self.clock()
 
     def silent_s(self) -> float:
         """Seconds since the last progress; 0 if nothing runs."""
         return self.clock() - self._progressed if self.running else 0.0
+
+    def unserved_s(self) -> float:
+        """Seconds since the last progress of a client's request; 0 if none runs that samples."""
+        samples = any(lease.samples for lease in self.running)
+        return self.clock() - self._served if samples else 0.0
 
     def usual_silence_s(self) -> float:
         """The longest silence that is usual for the requests that run.

@@ -58,7 +58,7 @@ async def acknowledge(store: Store, tenant: str, consumer: str, position: int) -
     Raises:
         StoreError: the store does not respond.
     """
-    name, end = f"{tenant}/{consumer}", (await store.feed(2**62, limit=0)).end
+    name, end = f"{tenant}/{consumer}", (await store.feed(2**62, limit=0, tenant=tenant)).end
     while True:
         value = (await store.get(CONSUMERS, [name])).get(name)
         before = _decode(value).position if value is not None else 0

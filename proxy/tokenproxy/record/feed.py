@@ -6,7 +6,10 @@ share one poll of the store, which other processes write too.
 
 import asyncio
 import logging
+import math
 import time
+from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 
 from tokenproxy.monitoring.metrics import Metrics
@@ -31,12 +34,40 @@ SHORTEST_S = 0.02
 """Seconds between two polls if rollouts are finished all the time: each wakes all who wait."""
 
 
+class IdleTime:
+    """Tells which rollouts are idle, also where a clock was ahead when they were used.
+
+    `used` ascends, so what was the newest some time ago, and all before it, was not used since.
+    """
+
+    def __init__(self, after_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`after_s`: seconds without use; `clock` is not set by anybody."""
+        self._after_s = after_s
+        self._clock = clock
+        self._newest: deque[tuple[float, float]] = deque()
+        """When a search was made, and the newest `used` then."""
+
+    def before(self, newest: float) -> float:
+        """Rollouts with a smaller `used` are idle.
+
+        Args:
+            newest: the greatest `used` now.
+        """
+        now, idle = self._clock(), time.time() - self._after_s
+        self._newest.append((now, newest))
+        while self._newest[0][0] <= now - self._after_s:
+            idle = max(idle, math.nextafter(self._newest.popleft()[1], math.inf))
+        return idle
+
+
 async def finish_idle_forever(store: Store, metrics: Metrics, after_s: float) -> None:
     """Finish the rollouts that were not used for `after_s` seconds, until cancelled."""
+    idle = IdleTime(after_s)
     while True:
         await asyncio.sleep(min(LONGEST_INTERVAL_S, after_s / 4))
         try:
-            await finish_idle(store, time.time() - after_s)
+            if newest := await store.sessions(limit=1):
+                await finish_idle(store, idle.before(newest[0].used))
         except StoreError as error:
             metrics.store_errors.inc()
             log.log(error.level, "idle rollouts could not be finished: %s", error)
@@ -46,9 +77,12 @@ async def finish_idle(store: Store, before: float) -> None:
     """Finish the rollouts last used before a time, in the order of their use.
 
     Each search begins where the one before stopped, in any process: rollouts that were looked at are
-    looked at again only after they are used again.
+    looked at again only after they are used again. If all that was used later is gone, and with it a time
+    that was ahead, all are looked at again.
     """
-    seen = float((await store.get(_IDLE, [""])).get("", b"-inf"))
+    seen, newest = float((await store.get(_IDLE, [""])).get("", b"-inf")), await store.sessions(limit=1)
+    if newest and newest[0].used < seen:
+        seen = -math.inf
     idle: list[tuple[float, str]] = []
     while page := await store.sessions(limit=STEP, before=before):
         idle += [(session.used, session.id) for session in page if session.used > seen]

@@ -75,6 +75,24 @@ class RecordRefused(StoreError):
     """The store works and refuses what it was given; it will refuse it again."""
 
 
+class RecordDamaged(StoreError):
+    """The store works, and one of its records cannot be read."""
+
+
+class Unreadable:
+    """The turns and sessions that a store skipped because they cannot be read, since it was made."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, None] = {}
+        """As `turn ID` and `session ID`, in the order in which they were found."""
+
+    def skip(self, name: str, error: Exception) -> None:
+        """Take note of a record that is skipped, and log it the first time."""
+        if name not in self.names:
+            self.names[name] = None
+            log.error("%s is damaged in the store and is left out, all else is served: %s", name, error)
+
+
 class Cause(StrEnum):
     """Why a rollout is finished."""
 
@@ -178,7 +196,8 @@ class FeedPage(NamedTuple):
     """What the feed holds after a position."""
 
     end: int
-    """The last position that was given to any rollout; 0 if there was none."""
+    """The last position that was given to any rollout; for a tenant the last that one of its rollouts has, so
+    that it tells nothing of the others. 0 if there is none."""
     waiting: int
     """Rollouts after the position, those not returned too."""
     sessions: list[Session]
@@ -224,7 +243,7 @@ class Store(Protocol):
     """Keeps turns, sessions, rewards, the feed of finished rollouts, and values by name.
 
     Every method may raise StoreError. A store is made outside an event loop and used in one; `open` comes
-    first.
+    first. A turn or session that cannot be read is missing in what the methods return.
 
     Law of the feed: a rollout that is finished, or changes after that, is in the feed once, at a position
     greater than all positions before it; and a position becomes visible after all smaller ones. So a reader
@@ -236,6 +255,11 @@ class Store(Protocol):
     @property
     def limits(self) -> Limits:
         """How much it holds."""
+        ...
+
+    @property
+    def unreadable(self) -> Unreadable:
+        """The records that it skipped."""
         ...
 
     async def open(self) -> None:

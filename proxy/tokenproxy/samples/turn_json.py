@@ -1,6 +1,7 @@
 """Sessions and turns as JSON: what `/v1/sessions/{session}` and the viewer show, and what rLLM reads."""
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -10,6 +11,16 @@ from tokenproxy.record.turn import Turn, unpack_ids, unpack_logprobs
 from tokenproxy.samples.tree import path_of
 
 _split = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+def stored_json(stored: bytes, instead: bytes) -> msgspec.Raw:
+    """Stored JSON as it is; something else if it is damaged: the rest of a response can be read."""
+    try:
+        stored.decode()
+        msgspec.json.decode(stored, type=msgspec.Raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return msgspec.Raw(instead)
+    return msgspec.Raw(stored)
 
 
 def session_fields(session: Session) -> dict[str, Any]:
@@ -54,15 +65,15 @@ def turn_fields(turn: Turn, request_class: str) -> dict[str, Any]:
         "agent": turn.agent or None,
         "parent_agent": turn.parent_agent or None,
         "problem": turn.problem or None,
-        "messages": msgspec.Raw(turn.messages),
-        "message": msgspec.Raw(turn.message),
+        "messages": stored_json(turn.messages, b"[]"),
+        "message": stored_json(turn.message, b"{}"),
     }
 
 
 def traces_of(
     turns: Sequence[Turn], session: str, *, since: float = 0.0, limit: int | None = None
 ) -> list[dict[str, Any]]:
-    """The fields of rLLM's `TraceRecord` for each turn.
+    """The fields of rLLM's `TraceRecord` for each turn whose whole prompt is there.
 
     Source: rllm-model-gateway 0.1.0, rllm_model_gateway/models.py.
 
@@ -73,8 +84,9 @@ def traces_of(
         limit: of traces; None for all.
     """
     by_id = {turn.id: turn for turn in turns}
-    selected = [turn for turn in turns if turn.created >= since][:limit]
-    return [_trace(path_of(turn, by_id), session) for turn in selected]
+    paths = (path_of(turn, by_id) for turn in turns if turn.created >= since)
+    whole = (path for path in paths if path[0].parent is None)
+    return [_trace(path, session) for path in islice(whole, limit)]
 
 
 def _trace(path: Sequence[Turn], session: str) -> dict[str, Any]:
@@ -83,14 +95,14 @@ def _trace(path: Sequence[Turn], session: str) -> dict[str, Any]:
     messages: list[msgspec.Raw] = []
     for before in path[:-1]:
         prompt += [*unpack_ids(before.appended), *unpack_ids(before.completion)]
-        messages += [*_split(before.messages), msgspec.Raw(before.message)]
+        messages += [*_split(stored_json(before.messages, b"[]")), stored_json(before.message, b"{}")]
     return {
         "trace_id": turn.id,
         "session_id": session,
         "model": turn.model,
-        "messages": [*messages, *_split(turn.messages)],
+        "messages": [*messages, *_split(stored_json(turn.messages, b"[]"))],
         "prompt_token_ids": [*prompt, *unpack_ids(turn.appended)],
-        "response_message": msgspec.Raw(turn.message),
+        "response_message": stored_json(turn.message, b"{}"),
         "completion_token_ids": unpack_ids(turn.completion),
         "logprobs": unpack_logprobs(turn.logprobs) if turn.logprobs else None,
         "finish_reason": turn.finish_reason,

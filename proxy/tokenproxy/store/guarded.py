@@ -32,6 +32,7 @@ from tokenproxy.record.store import (
     Evicted,
     Found,
     IndexEntry,
+    RecordDamaged,
     RecordRefused,
     Session,
     Store,
@@ -54,6 +55,8 @@ _FAILURES = 3
 """Calls that fail in a row before others are skipped."""
 _BATCH = 64
 """Records that are tried at once, each of another rollout."""
+_NAMED = 16
+"""Damaged turns that `/ready` names."""
 _PROBE = bytes(16)
 """A key under which nothing is."""
 _READS = frozenset(["find", "path", "turns", "newest", "session", "sessions", "feed", "get"])
@@ -72,6 +75,10 @@ class StoreHealth(msgspec.Struct, frozen=True, kw_only=True):
     """Turns that wait to be recorded."""
     lost_turns: int
     """Turns that were never recorded, since the process started."""
+    unreadable: int
+    """Damaged turns and sessions that were left out since the process started; the log names them."""
+    unreadable_turns: list[str]
+    """The ids of the first of these turns."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,7 @@ class GuardedStore:
         limits: GuardLimits = GuardLimits(),
     ) -> None:
         """`required`: whether `open` fails if the store does not respond."""
-        self.limits = store.limits
+        self.limits, self.unreadable = store.limits, store.unreadable
         self._store = store
         self._metrics = metrics
         self._required = required
@@ -147,12 +154,16 @@ class GuardedStore:
         if self._recovery is not None:
             state = "stalled" if isinstance(self._error, StoreStalled) else "unavailable"
         ill = state != "ok"
+        unreadable = list(self.unreadable.names)
+        turns = [name.removeprefix("turn ") for name in unreadable if name.startswith("turn ")]
         return StoreHealth(
             state=state,
             since=self._since if ill else None,
             error=str(self._error) if ill and self._error else None,
             queued_turns=len(self._turns()),
             lost_turns=self._lost,
+            unreadable=len(unreadable),
+            unreadable_turns=turns[:_NAMED],
         )
 
     async def open(self) -> None:
@@ -359,7 +370,7 @@ class GuardedStore:
                 raise StoreStalled("the request has waited for the store as long as it may")
             try:
                 result = await self._timed(name, call(), seconds)
-            except RecordRefused:
+            except (RecordDamaged, RecordRefused):
                 raise
             except StoreError as error:
                 self._failures[kind] += 1

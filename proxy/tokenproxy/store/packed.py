@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tokenproxy.record.encoders import WORTH_A_THREAD_BYTES
-from tokenproxy.record.store import IndexEntry
+from tokenproxy.record.store import IndexEntry, Unreadable
 from tokenproxy.record.turn import Turn
 
 if sys.version_info >= (3, 14):
@@ -37,9 +37,28 @@ async def pack_turns(turns: Sequence[Turn]) -> list[bytes]:
     return await asyncio.to_thread(lambda: [_compress(each) for each in encoded])
 
 
-def unpack_turn(packed: bytes) -> Turn:
-    """The inverse of `pack_turns`. Raises msgspec.DecodeError."""
-    return _TURN.decode(_decompress(packed) if packed[:1] == _FRAME else packed)
+def unpack_turns(packed: Iterable[tuple[bytes, bytes]], unreadable: Unreadable) -> dict[str, Turn]:
+    """The inverse of `pack_turns`, by id; without those that cannot be read.
+
+    Args:
+        packed: the id of each turn, and the turn.
+    """
+    turns: dict[str, Turn] = {}
+    for key, each in packed:
+        name = key.decode("utf-8", "replace")
+        try:
+            turn = _TURN.decode(_decompress(each) if each[:1] == _FRAME else each)
+            if turn.id != name:
+                raise ValueError(f"it holds the turn {turn.id!r}")
+        except DAMAGED as error:
+            unreadable.skip(f"turn {name}", error)
+        else:
+            turns[name] = turn
+    return turns
+
+
+DAMAGED = (msgspec.DecodeError, zstd.ZstdError, ValueError, TypeError, MemoryError)
+"""What decoding a damaged record raises: some bytes are no text, or a length is more than the memory."""
 
 
 def _decompress(packed: bytes) -> bytes:

@@ -30,11 +30,13 @@ from tokenproxy.record.store import (
     Limits,
     Session,
     StoreUnusable,
+    Unreadable,
 )
 from tokenproxy.record.turn import Turn
 from tokenproxy.store import redis_scripts as scripts
 from tokenproxy.store.eviction import AgeClock, evict
 from tokenproxy.store.packed import (
+    DAMAGED,
     complete_path,
     fill_prompts,
     pack_entries,
@@ -42,7 +44,7 @@ from tokenproxy.store.packed import (
     pack_turns,
     pack_value,
     unpack_entries,
-    unpack_turn,
+    unpack_turns,
     unpack_value,
 )
 from tokenproxy.store.redis_servers import Call, RedisServers
@@ -63,6 +65,7 @@ class RedisStore:
     def __init__(self, url: str, limits: Limits) -> None:
         """A store that is not open yet. Raises ValueError, which quotes no password."""
         self.limits = limits
+        self.unreadable = Unreadable()
         self._servers = RedisServers(read_redis_url(url))
         self._eviction = asyncio.Lock()
         self._clock = AgeClock(limits.max_age_s)
@@ -154,14 +157,13 @@ class RedisStore:
         """See `Store.path`."""
         if (rollout := await self._rollout_of(turn)) is None:
             return []
-        return complete_path(
-            turn, self._unpack_turns(await self._run(scripts.PATH, _rollout_keys(rollout), turn))
-        )
+        found = await self._run(scripts.PATH, _rollout_keys(rollout), turn)
+        return complete_path(turn, unpack_turns(_pairs(found), self.unreadable))
 
     async def turns(self, rollout: str) -> list[Turn]:
         """See `Store.turns`."""
-        packed = await self._servers.do(self._servers.client.hvals(_rollout_keys(rollout)[0]))
-        turns = self._unpack_turns(packed)
+        packed = await self._servers.do(self._servers.client.hgetall(_rollout_keys(rollout)[0]))
+        turns = unpack_turns(packed.items(), self.unreadable)
         return fill_prompts((turns[name] for name in sorted(turns)), turns)
 
     async def newest(self, rollout: str, limit: int) -> list[str]:
@@ -171,14 +173,14 @@ class RedisStore:
 
     async def session(self, rollout: str) -> Session | None:
         """See `Store.session`."""
-        return next(iter((await self._list("one", rollout))[1]), None)
+        return next(iter((await self._list(1, "one", rollout))[1]), None)
 
     async def sessions(
         self, *, limit: int, tenant: str | None = None, before: float = math.inf
     ) -> list[Session]:
         """See `Store.sessions`."""
         name = "used" if tenant is None else f"used:{tenant}"
-        return (await self._list("down", name, "-inf", f"({before!r}", max(limit, 0)))[1]
+        return (await self._list(limit, "down", name, "-inf", f"({before!r}"))[1]
 
     async def delete(self, rollout: str) -> bool:
         """See `Store.delete`."""
@@ -192,8 +194,8 @@ class RedisStore:
     async def feed(self, after: int, *, limit: int, tenant: str | None = None) -> FeedPage:
         """See `Store.feed`."""
         name = "feed" if tenant is None else f"feed:{tenant}"
-        (_, end, waiting), sessions = await self._list("up", name, f"({after}", "+inf", max(limit, 0))
-        return FeedPage(end, waiting, sessions)
+        (_, last, own_end, waiting), sessions = await self._list(limit, "up", name, f"({after}", "+inf")
+        return FeedPage(last if tenant is None else own_end, waiting, sessions)
 
     async def put(
         self, space: str, name: str, value: bytes, *, keep_s: float | None = None, before: Before = ...
@@ -228,11 +230,11 @@ class RedisStore:
 
     async def held_bytes(self) -> int:
         """See `Evicting.held_bytes`."""
-        return (await self._list("one", ""))[0][0]
+        return (await self._list(1, "one", ""))[0][0]
 
     async def oldest(self, after: float, limit: int) -> list[Session]:
         """See `Evicting.oldest`."""
-        return (await self._list("up", "used", f"({after!r}", "+inf", limit))[1]
+        return (await self._list(limit, "up", "used", f"({after!r}", "+inf"))[1]
 
     async def remove(self, rollout: str, now: float) -> bool:
         """See `Evicting.remove`."""
@@ -246,12 +248,33 @@ class RedisStore:
         size = await self._run_list(scripts.SAVE, session.id, *args)
         return await self._evict(session.id) if size > self.limits.max_bytes else Evicted()
 
-    async def _list(self, *args: Any) -> tuple[list[int], list[Session]]:
-        """The three numbers and the sessions that `LIST` replies."""
-        parts = _read_reply(await self._run_list(scripts.LIST, *args))
-        return [int(next(parts)) for _ in range(3)], [
-            _session_from(dict(_pairs(islice(parts, int(count))))) for count in parts
-        ]
+    async def _list(self, limit: int, *args: Any) -> tuple[list[int], list[Session]]:
+        """The four numbers that `LIST` replies, and the sessions without those that are damaged.
+
+        Args:
+            limit: of the sessions that are returned: fewer means that there are no more.
+        """
+        damaged = 0
+        while True:
+            asked = max(limit, 0) + damaged
+            parts = _read_reply(
+                await self._run_list(scripts.LIST, *args, *([asked] if len(args) > 2 else []))
+            )
+            numbers = [int(float(next(parts))) for _ in range(4)]
+            listed = [dict(_pairs(islice(parts, int(count)))) for count in parts]
+            sessions = [session for fields in listed if (session := self._session(fields))]
+            if len(sessions) >= limit or len(listed) < asked:
+                return numbers, sessions[: max(limit, 0)]
+            damaged = len(listed) - len(sessions)
+
+    def _session(self, fields: dict[bytes, bytes]) -> Session | None:
+        """The session of a hash; None if it cannot be read."""
+        name = fields.get(b"id", b"").decode("utf-8", "replace")
+        try:
+            return _session_from(fields)
+        except (*DAMAGED, KeyError) as error:
+            self.unreadable.skip(f"session {name}", error)
+            return None
 
     async def _evict(self, own: str, too_old: float = 0.0) -> Evicted:
         async with self._eviction:
@@ -290,11 +313,6 @@ class RedisStore:
     async def _server_time(self) -> float:
         seconds, microseconds = await self._run_list(scripts.TIME)
         return int(seconds) + int(microseconds) / 1e6
-
-    def _unpack_turns(self, packed: Iterable[bytes]) -> dict[str, Turn]:
-        with self._servers.explained():
-            turns = [unpack_turn(each) for each in packed]
-        return {turn.id: turn for turn in turns}
 
     async def _run(self, script: str, keys: Sequence[bytes], *args: Any) -> Any:
         return await self._servers.run(script, keys, *args)

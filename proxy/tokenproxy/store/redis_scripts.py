@@ -121,24 +121,28 @@ PATH = """
 local found, seen, turn, holders = {}, {}, ARGV[1], {}
 while turn ~= '' do
     local entries = redis.call('HGET', KEYS[2], turn)
-    if not entries or seen[turn] then
+    local packed = redis.call('HGET', KEYS[1], turn)
+    if not entries or not packed or seen[turn] then
         return {}
     end
     seen[turn] = true
-    found[#found + 1] = redis.call('HGET', KEYS[1], turn)
+    found[#found + 1] = turn
+    found[#found + 1] = packed
     local length = entries:byte(1)
     holders[#holders + 1] = entries:sub(length + 3, length + 2 + entries:byte(length + 2))
     turn = entries:sub(2, length + 1)
 end
 for _, holder in ipairs(holders) do
-    if holder ~= '' and not seen[holder] then
-        found[#found + 1] = redis.call('HGET', KEYS[1], holder) or nil
+    local packed = holder ~= '' and not seen[holder] and redis.call('HGET', KEYS[1], holder)
+    if packed then
+        found[#found + 1] = holder
+        found[#found + 1] = packed
     end
 end
 return found
 """
-"""Keys: as `ADD`. Arguments: turn. Reply: the packed turns of its path and those that hold prompts for them,
-in any order; nothing if a turn of the path is missing."""
+"""Keys: as `ADD`. Arguments: turn. Reply: turn, packed turn, turn, ...: those of its path and those that hold
+prompts for them, in any order; nothing if a turn of the path is missing."""
 
 CLAIM = """
 if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then
@@ -288,14 +292,15 @@ LIST = (
     _REPLY
     + """
 local p, way, name, low, high, limit = KEYS[1], ARGV[1], KEYS[1] .. ARGV[2], unpack(ARGV, 3)
-local found, count = {ARGV[2]}, 0
+local found, count, highest = {ARGV[2]}, 0, nil
 if way ~= 'one' then
     count = redis.call('ZCOUNT', name, low, high)
+    highest = redis.call('ZREVRANGE', name, 0, 0, 'WITHSCORES')[2]
     found = way == 'down' and redis.call('ZREVRANGEBYSCORE', name, high, low, 'LIMIT', 0, limit)
         or redis.call('ZRANGEBYSCORE', name, low, high, 'LIMIT', 0, limit)
 end
 local size, last = unpack(redis.call('HMGET', p .. 'totals', 'size', 'last'))
-reply(size or 0, last or 0, count)
+reply(size or 0, last or 0, highest or 0, count)
 for _, rollout in ipairs(found) do
     local fields = redis.call('HGETALL', p .. 'rollout:' .. rollout)
     if #fields > 0 then
@@ -309,8 +314,8 @@ return table.concat(replies)
 """
 )
 """Arguments: `one` and a rollout; or `up` or `down`, name of a sorted set, lowest and highest score, limit.
-Reply: bytes held, the last position of the feed, members between the scores; for each session how many
-strings follow, and the fields of its hash, each with its value."""
+Reply: bytes held, the last position of the feed, the highest score, members between the scores; for each
+session how many strings follow, and the fields of its hash, each with its value."""
 
 REMOVE = """
 local p, rollout = KEYS[1], ARGV[1]

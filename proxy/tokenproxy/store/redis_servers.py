@@ -14,7 +14,7 @@ from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 
-from tokenproxy.record.store import RecordRefused, StoreError, StoreStalled, StoreUnusable
+from tokenproxy.record.store import RecordDamaged, RecordRefused, StoreError, StoreStalled, StoreUnusable
 from tokenproxy.record.store_time import abandon_if_cancelled
 from tokenproxy.store.redis_urls import RedisUrl
 
@@ -155,7 +155,7 @@ class RedisServers:
             error = cause if isinstance(cause, _FAILURES) else failure
             raise _kind(error)(f"{self.url.name}: {error}: {_advice(error, self.url)}") from error
         except msgspec.DecodeError as error:
-            raise StoreError(f"{self.url.name} holds what this version cannot read: {error}") from error
+            raise RecordDamaged(f"{self.url.name} holds what this version cannot read: {error}") from error
 
     async def _send(self, calls: Sequence[Call], *, cached: bool, replicated: bool = False) -> list[Any]:
         pipeline = self.client.pipeline(transaction=False)

@@ -17,6 +17,7 @@ from tokenproxy.record.store import (
     IndexEntry,
     Limits,
     Session,
+    Unreadable,
 )
 from tokenproxy.record.turn import Turn
 from tokenproxy.store.eviction import AgeClock, evict
@@ -27,12 +28,13 @@ from tokenproxy.store.packed import (
     pack_entries,
     pack_turns,
     pack_value,
-    unpack_turn,
+    unpack_turns,
     unpack_value,
 )
 from tokenproxy.store.sqlite_tables import (
     PATH,
     SESSIONS,
+    TURNS,
     USED_NOW,
     Kept,
     TurnRow,
@@ -62,6 +64,7 @@ class SqliteStore:
         """`path`: of the file; None for a database in memory, which needs no `open`."""
         self.file = path
         self.limits = limits
+        self.unreadable = Unreadable()
         self._database = Database(path) if path else MemoryDatabase(self._prepare)
         self._clock = AgeClock(limits.max_age_s)
         self._eviction = asyncio.Lock()
@@ -122,19 +125,20 @@ class SqliteStore:
         """See `Store.path`."""
 
         def work(connection: sqlite3.Connection) -> list[Turn]:
-            turns = _by_id(connection.execute(PATH, (turn,)))
+            turns = unpack_turns(connection.execute(PATH, (turn,)), self.unreadable)
             for holder in missing_holders(turns.values(), turns):
-                turns |= _by_id(connection.execute("SELECT packed FROM turns WHERE id = ?", (holder,)))
+                row = connection.execute(f"{TURNS} WHERE id = ?", (holder,))
+                turns |= unpack_turns(row, self.unreadable)
             return complete_path(turn, turns)
 
         return await self._database.read(work)
 
     async def turns(self, rollout: str) -> list[Turn]:
         """See `Store.turns`."""
-        query = "SELECT packed FROM turns WHERE rollout = ? ORDER BY id"
+        query = f"{TURNS} WHERE rollout = ? ORDER BY id"
 
         def work(connection: sqlite3.Connection) -> list[Turn]:
-            turns = _by_id(connection.execute(query, (rollout,)))
+            turns = unpack_turns(connection.execute(query, (rollout,)), self.unreadable)
             return fill_prompts(turns.values(), turns)
 
         return await self._database.read(work)
@@ -148,13 +152,13 @@ class SqliteStore:
 
     async def session(self, rollout: str) -> Session | None:
         """See `Store.session`."""
-        return next(iter(await self._sessions("id = :id", id=rollout)), None)
+        return next(iter(await self._sessions("id = :id", 1, id=rollout)), None)
 
     async def sessions(self, *, limit: int, tenant: str | None = None, before: float = inf) -> list[Session]:
         """See `Store.sessions`."""
         of_tenant = "" if tenant is None else "tenant = :tenant AND "
-        where = f"{of_tenant}used < :before ORDER BY used DESC LIMIT :limit"
-        return await self._sessions(where, tenant=tenant, before=before, limit=limit)
+        where = f"{of_tenant}used < :before ORDER BY used DESC"
+        return await self._sessions(where, limit, tenant=tenant, before=before)
 
     async def delete(self, rollout: str) -> bool:
         """See `Store.delete`."""
@@ -171,13 +175,16 @@ class SqliteStore:
         """See `Store.feed`."""
         of_tenant = "" if tenant is None else "tenant = :tenant AND "
         where = f"{of_tenant}position > :after"
-        values: dict[str, Any] = {"tenant": tenant, "after": after, "limit": limit}
+        values: dict[str, Any] = {"tenant": tenant, "after": after}
 
         def work(connection: sqlite3.Connection) -> FeedPage:
-            end = connection.execute("SELECT last FROM totals").fetchone()[0]
+            own_end = "SELECT coalesce(max(position), 0) FROM sessions WHERE tenant = :tenant"
+            last = "SELECT last FROM totals" if tenant is None else own_end
+            end = connection.execute(last, values).fetchone()[0]
             waiting = connection.execute(f"SELECT count(*) FROM sessions WHERE {where}", values).fetchone()[0]
-            query = f"{SESSIONS} WHERE {where} ORDER BY position LIMIT :limit"
-            return FeedPage(end, waiting, read_sessions(connection, query, values))
+            query = f"{SESSIONS} WHERE {where} ORDER BY position"
+            sessions = read_sessions(connection, query, values, limit, self.unreadable)
+            return FeedPage(end, waiting, sessions)
 
         return await self._database.read(work)
 
@@ -223,7 +230,7 @@ class SqliteStore:
 
     async def oldest(self, after: float, limit: int) -> list[Session]:
         """See `Evicting.oldest`."""
-        return await self._sessions("used > :after ORDER BY used LIMIT :limit", after=after, limit=limit)
+        return await self._sessions("used > :after ORDER BY used", limit, after=after)
 
     async def remove(self, rollout: str, now: float) -> bool:
         """See `Evicting.remove`."""
@@ -233,15 +240,11 @@ class SqliteStore:
         async with self._eviction:
             return await evict(self, own, too_old)
 
-    async def _sessions(self, where: str, **values: str | float | None) -> list[Session]:
+    async def _sessions(self, where: str, limit: int, **values: str | float | None) -> list[Session]:
         query = f"{SESSIONS} WHERE {where}"
-        return await self._database.read(lambda connection: read_sessions(connection, query, values))
+        return await self._database.read(
+            lambda connection: read_sessions(connection, query, values, limit, self.unreadable)
+        )
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         prepare(connection, self.file)
-
-
-def _by_id(rows: sqlite3.Cursor) -> dict[str, Turn]:
-    """Turns from rows of `packed`."""
-    turns = (unpack_turn(packed) for (packed,) in rows)
-    return {turn.id: turn for turn in turns}

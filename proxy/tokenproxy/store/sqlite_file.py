@@ -20,7 +20,7 @@ from typing import TypeVar
 import msgspec
 
 from tokenproxy.base.folder_lock import locked_folder
-from tokenproxy.record.store import RecordRefused, StoreError, StoreStalled, StoreUnusable
+from tokenproxy.record.store import RecordDamaged, RecordRefused, StoreError, StoreStalled, StoreUnusable
 
 log = logging.getLogger("tokenproxy")
 
@@ -200,7 +200,7 @@ def explained(place: object) -> Iterator[None]:
     except sqlite3.Error as error:
         raise _kind(error)(f"{place}: {error}: {_advice(error)}") from error
     except msgspec.DecodeError as error:
-        raise StoreError(f"{place} holds what this version cannot read: {error}") from error
+        raise RecordDamaged(f"{place} holds what this version cannot read: {error}") from error
     except OSError as error:
         kind = StoreUnusable if error.errno in _NO_FOLDER else StoreError
         raise kind(

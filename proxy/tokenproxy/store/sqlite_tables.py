@@ -7,6 +7,7 @@ no write has to add anything up. Everything here runs in a transaction of the ca
 import heapq
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,8 +24,9 @@ from tokenproxy.record.store import (
     Limits,
     Session,
     StoreUnusable,
+    Unreadable,
 )
-from tokenproxy.store.packed import unpack_entries
+from tokenproxy.store.packed import DAMAGED, unpack_entries
 
 T = TypeVar("T", bytes, str)
 
@@ -76,16 +78,21 @@ PRAGMA application_id = {_APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 """
 """`state` of a turn: 0 open, 1 claimed, 2 continued. `last` of `totals` is the last position of the feed."""
+_STATEMENTS = [statement.strip() for statement in _SCHEMA.split(";\n") if statement.strip()]
+_CREATED = {" ".join(each.split()) for each in _STATEMENTS if each.startswith("CREATE")}
+"""What SQLite keeps of the statements, each as one line."""
 FIELDS = Session.__struct_fields__
 """The first columns of `sessions`."""
 SESSIONS = f"SELECT {', '.join(FIELDS)} FROM sessions"
+TURNS = "SELECT CAST(id AS BLOB), packed FROM turns"
+"""As bytes: an id that is damaged may be no text."""
 USED_NOW = "max(:now, (SELECT coalesce(max(used), 0) FROM sessions) + 0.000001)"
 """Marks a session as used now: the last of all, even if the clock was set back."""
 PATH = """
 WITH RECURSIVE up (id) AS (
     VALUES (?) UNION SELECT turns.parent FROM up JOIN turns USING (id) WHERE turns.parent IS NOT NULL
 )
-SELECT packed FROM up JOIN turns USING (id)
+SELECT CAST(id AS BLOB), packed FROM up JOIN turns USING (id)
 """
 _ADD_TO_SESSION = f"""
 INSERT INTO sessions VALUES (
@@ -124,17 +131,22 @@ def prepare(connection: sqlite3.Connection, path: Path | None) -> None:
     """
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     application = connection.execute("PRAGMA application_id").fetchone()[0]
-    if application == _APPLICATION_ID and version == SCHEMA_VERSION:
+    # a version of the program may have changed a table without giving it another number
+    found = {
+        " ".join(row[0].split()) for row in connection.execute("SELECT sql FROM sqlite_master WHERE sql > ''")
+    }
+    if application == _APPLICATION_ID and version == SCHEMA_VERSION and found >= _CREATED:
         return
     if application == _APPLICATION_ID:
+        differs = "other columns or triggers" if version == SCHEMA_VERSION else f"version {version}"
         raise StoreUnusable(
-            f"{path} has version {version} of the tables, and this program needs version {SCHEMA_VERSION}: "
+            f"{path} has {differs} of the tables, and this program needs version {SCHEMA_VERSION}: "
             "export it with the program that wrote it, then move the file away or name another"
         )
-    if version or connection.execute("SELECT 1 FROM sqlite_master").fetchone():
+    if version or found:
         raise StoreUnusable(f"{path} is another program's database: name another file")
     # executescript would commit
-    for statement in filter(str.strip, _SCHEMA.split(";\n")):
+    for statement in _STATEMENTS:
         connection.execute(statement)
 
 
@@ -186,13 +198,25 @@ def held_bytes(connection: sqlite3.Connection) -> int:
     return size
 
 
-def read_sessions(connection: sqlite3.Connection, query: str, values: Mapping[str, Any]) -> list[Session]:
-    """The sessions that a query, which begins with `SESSIONS`, finds."""
-    rows = (dict(zip(FIELDS, row, strict=True)) for row in connection.execute(query, values))
-    return [
-        msgspec.convert({**row, "rewards": msgspec.msgpack.decode(row["rewards"])}, Session, strict=False)
-        for row in rows
-    ]
+def read_sessions(
+    connection: sqlite3.Connection, query: str, values: Mapping[str, Any], limit: int, unreadable: Unreadable
+) -> list[Session]:
+    """The first sessions that a query, which begins with `SESSIONS`, finds; without those that are damaged.
+
+    Args:
+        limit: of the sessions that are returned: fewer means that there are no more.
+    """
+    sessions: list[Session] = []
+    # rows are read one by one, so that a query without LIMIT costs no more
+    with closing(connection.execute(query, values)) as rows:
+        while len(sessions) < limit and (row := rows.fetchone()):
+            fields = dict(zip(FIELDS, row, strict=True))
+            try:
+                fields["rewards"] = msgspec.msgpack.decode(fields["rewards"])
+                sessions.append(msgspec.convert(fields, Session, strict=False))
+            except DAMAGED as error:
+                unreadable.skip(f"session {fields['id']}", error)
+    return sessions
 
 
 def find(connection: sqlite3.Connection, keys: Sequence[bytes]) -> dict[bytes, Found]:
@@ -253,7 +277,10 @@ def finish(
     if row is None:
         return False
     turns, finished_turns, position, packed = row
-    before = msgspec.msgpack.decode(packed)
+    try:
+        before = msgspec.msgpack.decode(packed, type=dict[str, float])
+    except DAMAGED:  # the session is not read until it has rewards that can be
+        before = {}
     changed = not rewards.items() <= before.items()
     if changed:
         update = "UPDATE sessions SET rewards = ? WHERE id = ?"

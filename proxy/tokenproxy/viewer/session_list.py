@@ -10,7 +10,7 @@ import msgspec
 
 from tokenproxy.record.store import Session, Store, session_id
 from tokenproxy.samples.tree import parsed
-from tokenproxy.samples.turn_json import session_fields
+from tokenproxy.samples.turn_json import session_fields, stored_json
 
 _SEARCHED = 1000
 """Sessions that a search reads from the store at a time."""
@@ -57,16 +57,6 @@ def describe(session: Session, reward: float | None) -> dict[str, Any]:
         "metadata": stored_json(session.metadata, b"{}"),
         "reward": reward,
     }
-
-
-def stored_json(stored: bytes, instead: bytes) -> msgspec.Raw:
-    """Stored JSON as it is; something else if it is damaged: the rest of the page can be read."""
-    try:
-        stored.decode()
-        msgspec.json.decode(stored, type=msgspec.Raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return msgspec.Raw(instead)
-    return msgspec.Raw(stored)
 
 
 def _searched(session: Session) -> str:

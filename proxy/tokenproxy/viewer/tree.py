@@ -12,7 +12,7 @@ from tokenproxy.samples.classes import agents_of, classes_of
 from tokenproxy.samples.tree import TurnTree
 from tokenproxy.samples.turn_json import turn_fields
 from tokenproxy.viewer.breaks import Break, breaks_of
-from tokenproxy.viewer.session_list import describe, stored_json
+from tokenproxy.viewer.session_list import describe
 
 
 def session_tree(
@@ -39,8 +39,6 @@ def _turn(turn: Turn, tree: TurnTree, request_class: str, breaks: Mapping[str, B
     fault = tree.fault(turn)
     return {
         **turn_fields(turn, request_class),
-        "messages": stored_json(turn.messages, b"[]"),
-        "message": stored_json(turn.message, b"{}"),
         "started": request_time(turn.id) or None,
         "replica": turn.replica or None,
         "refused": {"turn": fault.turn, "reason": fault.reason} if fault else None,

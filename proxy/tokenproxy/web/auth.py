@@ -4,23 +4,22 @@ They identify the client, and put its tenant and scopes into the ASGI scope. `en
 determines the route, checks the scopes.
 """
 
-import ipaddress
 import re
 import secrets
 from collections.abc import Collection, Sequence
 
-from tokenproxy.base.errors import Unauthorized
+from tokenproxy.base.errors import Forbidden, Unauthorized
 from tokenproxy.base.types import ASGIApp, Headers, Receive, Scope, Send
 from tokenproxy.web.credentials import SCOPE_KEY, tenant_of_key
-from tokenproxy.web.gate import OPEN_PATHS, host_name, path_of
+from tokenproxy.web.gate import OPEN_PATHS, host_name, is_loopback, path_of
 from tokenproxy.web.keys import EVERY_SCOPE, SCOPES_KEY, WITHOUT_ADMIN, ApiKey, KeyFile, KeyScope
 
 _METRICS = "/metrics"
 _PAGE_PATH = re.compile(r"/viewer/?|/viewer/static/[^/]*")
 """The page, which holds no recorded data and asks for a key: a browser sends none with its first request."""
-_USUAL_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 _FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-real-ip"})
 """Headers that another proxy adds to a request."""
+_OF_A_BROWSER = frozenset({b"origin", b"host", b"sec-fetch-site", b"sec-fetch-mode"})
 
 
 class ApiKeys:
@@ -101,9 +100,9 @@ class ApiKeys:
 
 
 class NoKeys:
-    """Without keys, every client may use and read, and only clients on this machine may administrate.
+    """Without keys, every program may use and read, and only programs on this machine may administrate.
 
-    A client is on this machine if the proxy listens on a loopback address only, no other proxy forwarded the
+    A program is on this machine if the proxy listens on a loopback address only, no other proxy forwarded the
     request, and no web page sent it: a page in a browser on this machine can reach loopback addresses too.
     """
 
@@ -114,8 +113,9 @@ class NoKeys:
         self._origins = frozenset(origin.encode() for origin in cors_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Put the scopes of one request into its ASGI scope."""
+        """Put the scopes of one request into its ASGI scope. Raises Forbidden, as `check_page`."""
         if scope["type"] == "http":
+            check_page(scope["headers"], self._origins)
             local = self._loopback and self._is_local(scope["headers"])
             scope = {**scope, SCOPES_KEY: EVERY_SCOPE if local else WITHOUT_ADMIN}
         await self._app(scope, receive, send)
@@ -124,17 +124,34 @@ class NoKeys:
         for name, value in headers:
             if name in _FORWARDED or (name == b"origin" and value not in self._origins):
                 return False
-            # A browser sends no Origin for a page whose own host name resolves to 127.0.0.1
             if name == b"host" and not is_loopback(host_name(value)):
                 return False
         return True
 
 
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address is a loopback address."""
-    if host in _USUAL_LOOPBACK:
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
+def check_page(headers: Headers, origins: Collection[bytes]) -> None:
+    """Refuse a request that a web page sent, unless it is the proxy's own page. For clients without keys.
+
+    Browsers let pages of other origins send some requests without asking the server first, and tell it where
+    they come from. A link to the proxy may be followed.
+
+    Args:
+        origins: those whose pages may use the proxy; `*` is all.
+
+    Raises:
+        Forbidden: it is a page of another origin.
+    """
+    sent = {name: value for name, value in headers if name in _OF_A_BROWSER}
+    origin = sent.get(b"origin")
+    if origin is None:
+        foreign = sent.get(b"sec-fetch-site") in (b"cross-site", b"same-site")
+        foreign = foreign and sent.get(b"sec-fetch-mode") != b"navigate"
+    else:
+        foreign = origin.partition(b"://")[2] != sent.get(b"host")
+        foreign = foreign and origin not in origins and b"*" not in origins
+    if foreign:
+        raise Forbidden(
+            f"a web page of {(origin or b'another origin').decode('latin-1')} sent this request: add its "
+            "origin to `cors_origins`, or set `api_key`",
+            code="origin_not_allowed",
+        )

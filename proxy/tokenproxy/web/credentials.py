@@ -13,6 +13,7 @@ from hashlib import blake2b
 from tokenproxy.base.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, Unauthorized
 from tokenproxy.base.http import Request, Response
 from tokenproxy.base.types import Headers, Scope
+from tokenproxy.record.store import Store
 
 SCOPE_KEY = "tokenproxy.tenant"
 """Key of the ASGI scope with the tenant of a request, set after one of the proxy's own keys was verified."""
@@ -25,6 +26,8 @@ REFUSED_S = 10.0
 REMEMBERED = 4096
 """Number of credentials with a cached verdict; the least recently used are dropped first."""
 TIMEOUT_S = 60.0
+LAST_WORD_S = 2.0
+"""How long a verdict is waited for where there was one before, which counts after that."""
 
 _MODELS_PATH = "/v1/models"
 _CREDENTIAL_HEADERS = (b"authorization", b"x-api-key")
@@ -132,14 +135,14 @@ class EngineCredentials:
             ApiError: it gives no verdict, and gave none before.
         """
         try:
-            return await self._verdict(credential)
+            return await self._verdict(credential, TIMEOUT_S if last is None else LAST_WORD_S)
         except ApiError:
             if last is None:
                 raise
             return last
 
-    async def _verdict(self, credential: tuple[bytes, bytes] | None) -> bool:
-        status = await self._status(credential)
+    async def _verdict(self, credential: tuple[bytes, bytes] | None, timeout_s: float) -> bool:
+        status = await self._status(credential, timeout_s)
         if 200 <= status < 300:
             return True
         if status in (401, 403):
@@ -147,10 +150,10 @@ class EngineCredentials:
         problem = f"the engine answers {status} to GET {_MODELS_PATH}: no credential can be verified"
         raise EngineUnavailable(problem) if status in (429, 503) else EngineBroken(problem)
 
-    async def _status(self, credential: tuple[bytes, bytes] | None) -> int:
+    async def _status(self, credential: tuple[bytes, bytes] | None, timeout_s: float) -> int:
         question = Request("GET", _MODELS_PATH, [credential] if credential else [], repeatable=True)
         try:
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 response = await self._send(question)
                 try:
                     await response.read()
@@ -158,7 +161,7 @@ class EngineCredentials:
                     await response.aclose()
         except TimeoutError as error:
             raise EngineTimeout(
-                f"the engine did not answer GET {_MODELS_PATH} within {TIMEOUT_S:.0f} s: no credential can "
+                f"the engine did not answer GET {_MODELS_PATH} within {timeout_s:.0f} s: no credential can "
                 "be verified"
             ) from error
         return response.status
@@ -169,6 +172,28 @@ def _last_word(task: "asyncio.Task[bool] | None") -> bool | None:
     if task is None or not task.done() or task.cancelled() or task.exception() is not None:
         return None
     return task.result()
+
+
+async def recorded_tenant(headers: Headers, store: Store, *, trusted: bool) -> str | None:
+    """The tenant whose record a request may reach while no engine tells whether its credential is valid.
+
+    What a tenant recorded shows that an engine accepted its credential before.
+
+    Args:
+        trusted: whether all clients may reach what was recorded without a credential.
+
+    Returns:
+        None if nothing was recorded with the credential, and the client is not trusted.
+
+    Raises:
+        StoreError: the store does not respond.
+    """
+    credential = _credential(headers)
+    if credential is not None:
+        tenant = tenant_of_key(_key(credential[1]))
+        if await store.sessions(limit=1, tenant=tenant):
+            return tenant
+    return SINGLE_TENANT if trusted else None
 
 
 def unverified_tenant(headers: Headers) -> str:

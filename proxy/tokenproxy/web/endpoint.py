@@ -11,7 +11,15 @@ from contextlib import nullcontext
 from typing import Any
 from urllib.parse import unquote
 
-from tokenproxy.base.errors import ApiError, BodyTimeout, BodyTooLarge, EngineUnavailable, Forbidden
+from tokenproxy.base.errors import (
+    ApiError,
+    BodyTimeout,
+    BodyTooLarge,
+    EngineBroken,
+    EngineTimeout,
+    EngineUnavailable,
+    Forbidden,
+)
 from tokenproxy.base.http import Request, is_event_stream
 from tokenproxy.base.types import Receive, Scope, Send
 from tokenproxy.monitoring.exchange import Exchange
@@ -19,9 +27,10 @@ from tokenproxy.monitoring.middleware import EXCHANGE_KEY
 from tokenproxy.record.store import StoreError
 from tokenproxy.record.store_time import store_time
 from tokenproxy.turn.services import Services
-from tokenproxy.web.base import Route
-from tokenproxy.web.credentials import SCOPE_KEY, TenantOf, tenant_in_scope
-from tokenproxy.web.gate import check_path, raw_path
+from tokenproxy.web.auth import check_page
+from tokenproxy.web.base import Route, StoreRoute
+from tokenproxy.web.credentials import SCOPE_KEY, TenantOf, recorded_tenant, tenant_in_scope
+from tokenproxy.web.gate import check_path, is_loopback, raw_path
 from tokenproxy.web.keys import SCOPES_KEY, KeyScope
 from tokenproxy.web.sending import send_body, send_error, send_events
 
@@ -63,7 +72,7 @@ class Endpoint:
             try:
                 services = self._services(scope)
                 with services.running.cuttable():
-                    request = await self._read(scope, receive, services.settings.body_limit_bytes)
+                    request = await self._read(scope, receive, services)
             except ClientGone:
                 exchange.leave()
             except ApiError as error:
@@ -73,7 +82,7 @@ class Endpoint:
                 with _ClientWatch(receive, exchange), store_time(store_s):
                     await self._serve(request, services, send)
 
-    async def _read(self, scope: Scope, receive: Receive, limit: int) -> Request:
+    async def _read(self, scope: Scope, receive: Receive, services: Services) -> Request:
         """The request, once its client may send it. Raises ApiError or ClientGone."""
         path = raw_path(scope) if "{" in self.route.path else self.route.path
         if self._inside_vllm:
@@ -81,18 +90,39 @@ class Endpoint:
         else:
             _check_scope(scope, self.route.needed_scope(scope["method"], unquote(path)))
         # Before the body is read: a client without a valid credential must not fill the memory
-        tenant = await (self._tenant_of if self.route.needs_tenant else tenant_in_scope)(scope)
+        tenant, settings = await self._tenant(scope, services), services.settings
+        # in front of vLLM a middleware does; which pages may use its own routes, vLLM's settings tell
+        if self._inside_vllm and not tenant and isinstance(self.route, StoreRoute):
+            check_page(scope["headers"], [origin.encode() for origin in settings.cors_origins])
         query: bytes = scope.get("query_string", b"")
-        own = self.route.body_limit_bytes
+        limit = min(settings.body_limit_bytes, self.route.body_limit_bytes or settings.body_limit_bytes)
         return Request(
             scope["method"],
             f"{path}?{query.decode('latin-1')}" if query else path,
             list(scope["headers"]),
-            await read_body(scope, receive, limit if own is None else min(own, limit), BODY_TIMEOUT_S),
+            await read_body(scope, receive, limit, BODY_TIMEOUT_S),
             tenant=tenant,
             may_read=self._inside_vllm or KeyScope.READ in scope.get(SCOPES_KEY, ()),
             parameters=scope.get("path_params", {}),
         )
+
+    async def _tenant(self, scope: Scope, services: Services) -> str:
+        """The tenant of a request. What is recorded can be reached although no engine responds."""
+        try:
+            return await (self._tenant_of if self.route.needs_tenant else tenant_in_scope)(scope)
+        except (EngineUnavailable, EngineTimeout, EngineBroken) as error:
+            if self._inside_vllm or not isinstance(self.route, StoreRoute):
+                raise
+            settings = services.settings
+            try:
+                with store_time(settings.store_timeout_s):
+                    trusted = is_loopback(settings.host)
+                    tenant = await recorded_tenant(scope["headers"], services.store, trusted=trusted)
+            except StoreError:
+                raise error from None
+            if tenant is None:
+                raise
+            return tenant
 
     async def _serve(self, request: Request, services: Services, send: Send) -> None:
         running = services.running

@@ -30,6 +30,7 @@ from tokenproxy.samples.feed import (
 )
 from tokenproxy.samples.layouts import Layout
 from tokenproxy.samples.samples import Shared
+from tokenproxy.samples.turn_json import stored_json
 from tokenproxy.turn.services import Services
 from tokenproxy.web.base import StoreRoute
 from tokenproxy.web.keys import KeyScope
@@ -203,7 +204,7 @@ async def _read_or_wait(requested: _FeedRequest, tenant: str, services: Services
     start = await _start(requested, tenant, store)
     end = (await store.feed(2**62, limit=0)).end
     # a store that was lost may have given greater positions
-    position = min(start, end)
+    position = min(start, (await store.feed(2**62, limit=0, tenant=tenant)).end)
     while True:
         step = await read_step(
             store, position, requested.limit, requested.selected, requested.shared, asyncio.to_thread
@@ -255,7 +256,7 @@ def _shown(rollout: ReadRollout, layout: Layout) -> msgspec.Raw:
                 "revision": session.revision,
                 "cause": session.cause,
                 "finished": session.position / 1e6,
-                "metadata": msgspec.Raw(session.metadata),
+                "metadata": stored_json(session.metadata, b"{}"),
                 "samples": [layout.row(sample) for sample in rollout.samples],
                 "refused": rollout.refused,
                 "cursor": str(session.position),

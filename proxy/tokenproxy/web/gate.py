@@ -9,6 +9,7 @@ A route has one canonical path, and clients write their base URLs differently:
 /sessions/ID        /sessions/ID/reward        /v1/sessions/ID, /v1/sessions/ID/reward
 """
 
+import ipaddress
 import re
 from collections.abc import Iterable, Sequence
 from urllib.parse import unquote
@@ -170,6 +171,7 @@ HEAD_LIMIT_BYTES = 64 * 2**10
 """Largest request line with headers."""
 _ANY_METHOD = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 """Methods of a route that the engine serves, because only the engine knows which of them it accepts."""
+_USUAL_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 class Gate:
@@ -179,9 +181,18 @@ class Gate:
     without one.
     """
 
-    def __init__(self, app: ASGIApp, routes: Iterable[Route], allowed_hosts: Sequence[str] = ()) -> None:
-        """`allowed_hosts`: empty allows all; `*.example.com` all hosts below it."""
+    def __init__(
+        self, app: ASGIApp, routes: Iterable[Route], allowed_hosts: Sequence[str] = (), loopback: bool = False
+    ) -> None:
+        """A gate to `app`.
+
+        Args:
+            allowed_hosts: empty allows all; `*.example.com` all hosts below it.
+            loopback: if there are none, allow names of this machine only. A web page whose own host name
+                resolves to 127.0.0.1 has another name, and counts as the proxy's own page in its browser.
+        """
         self._app = app
+        self._loopback = loopback and not allowed_hosts
         self._hosts = frozenset(host.lower() for host in allowed_hosts if not host.startswith("*."))
         self._domains = tuple(host[1:].lower() for host in allowed_hosts if host.startswith("*."))
         own = [route for route in routes if not route.catches_all]
@@ -224,12 +235,12 @@ class Gate:
     def _check_host(self, scope: Scope, values: Sequence[bytes]) -> None:
         if len(values) > 1:
             raise BadRequest("a request must have one Host header", param="host")
-        if not self._hosts and not self._domains:
+        if not self._hosts and not self._domains and not self._loopback:
             return
         if scope["method"] in ("GET", "HEAD") and path_of(scope) in OPEN_PATHS:
             return
         host = host_name(values[0]) if values else ""
-        if host in self._hosts or host.endswith(self._domains):
+        if is_loopback(host) if self._loopback else host in self._hosts or host.endswith(self._domains):
             return
         raise BadRequest(
             "this proxy is not served under the name in the Host header: add it to `allowed_hosts`",
@@ -244,3 +255,13 @@ def host_name(value: bytes) -> str:
     if text.startswith("["):
         return text[1:].partition("]")[0]
     return text.partition(":")[0]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is a loopback address."""
+    if host in _USUAL_LOOPBACK:
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

@@ -131,11 +131,17 @@ async def session_fields(request: Request, services: Services) -> SessionFields 
         session = None
     if session is None:
         return SessionFields(SessionRef(name))
-    return SessionFields(
-        SessionRef(name, session.explicit),
-        msgspec.json.decode(session.defaults, type=Fields),
-        msgspec.json.decode(session.overrides, type=Fields),
-    )
+    try:
+        defaults, overrides = (
+            msgspec.json.decode(each, type=Fields) for each in (session.defaults, session.overrides)
+        )
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequest(
+            f"the defaults or overrides of the session {name!r} are damaged in the store: save them again "
+            "with POST /v1/sessions",
+            param="session",
+        ) from error
+    return SessionFields(SessionRef(name, session.explicit), defaults, overrides)
 
 
 _NUMBER = re.compile(r"[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|inf)", re.IGNORECASE)

@@ -14,7 +14,7 @@ from tokenproxy.record.store import MAX_DESCRIPTION_BYTES, Cause, Session, sessi
 from tokenproxy.record.turn import Turn, new_id, unpack_alternatives, unpack_ids, unpack_logprobs
 from tokenproxy.samples.classes import agents_of, classes_of
 from tokenproxy.samples.samples import samples_of
-from tokenproxy.samples.turn_json import session_fields, traces_of, turn_fields
+from tokenproxy.samples.turn_json import session_fields, stored_json, traces_of, turn_fields
 from tokenproxy.turn.services import Services
 from tokenproxy.viewer.recording import Recording
 from tokenproxy.web.base import SessionRoute, StoreRoute
@@ -252,9 +252,7 @@ def _described(session: Session) -> dict[str, Any]:
         **session_fields(session),
         "session_id": session.name,
         "object": "session",
-        "defaults": msgspec.Raw(session.defaults),
-        "overrides": msgspec.Raw(session.overrides),
-        "metadata": msgspec.Raw(session.metadata),
+        **{name: stored_json(getattr(session, name), b"{}") for name in _DESCRIPTION},
     }
 
 

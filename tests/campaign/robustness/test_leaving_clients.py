@@ -50,7 +50,7 @@ async def _leave(address: tuple[str, int], stage: str, path: str, all_wait: asyn
     body = json.dumps({**fields, "stream": stage != "waits for the response"}).encode()
     reader, writer = await asyncio.open_connection(*address)
     try:
-        head = f"POST {path} HTTP/1.1\r\nhost: proxy\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
         writer.write(head + (body[:-1] if stage == "sends its body" else body))
         await writer.drain()
         if stage == "waits for the response":

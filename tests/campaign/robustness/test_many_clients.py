@@ -25,7 +25,7 @@ _EVENT = (
     b'data: {"choices": [{"index": 0, "delta": {"content": "hi"}, "token_ids": [74]}], "more": "%s"}\n\n'
 ) % (b"x" * 65_536)
 """Large, so that buffers fill with few events; what is recorded of it is small."""
-_LIST = b"GET /v1/sessions HTTP/1.1\r\nhost: proxy\r\nconnection: close\r\n\r\n"
+_LIST = b"GET /v1/sessions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 _STREAM_BYTES = 3 * 2**19
 """What an unread stream may take: mostly the buffers of its two connections."""
 _STEADY_BYTES = 8 * 2**20
@@ -47,10 +47,10 @@ def _address(proxy: ServeProcess) -> tuple[str, int]:
 
 def _post(path: str, body: object) -> bytes:
     content = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nhost: proxy\r\ncontent-length: {len(content)}\r\nconnection: close\r\n\r\n"
+    size = f"content-length: {len(content)}"
+    return (
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\n{size}\r\nconnection: close\r\n\r\n".encode() + content
     )
-    return head.encode() + content
 
 
 async def _statuses(proxy: ServeProcess, count: int, at_once: int) -> Counter[int]:

@@ -156,8 +156,37 @@ async def test_a_silent_replica_is_ejected_and_its_requests_run_elsewhere() -> N
         assert good.started == 4
 
 
+@stepped
+async def test_a_replica_that_only_answers_requests_for_one_token_is_ejected() -> None:
+    half, good = engines(2)
+    async with fleet_of(half, good, interval_s=600.0) as fleet:
+        await _served(fleet)
+        half.usual = waits(10_000.0)
+        requests = [asyncio.create_task(ask(fleet)) for _ in range(4)]
+        assert [status for status, _ in await asyncio.gather(*requests)] == [200] * 4
+        breaker = fleet.replicas[0].breaker
+        assert (good.started, breaker.state) == (4, BreakerState.OPEN)
+        assert "for one token, but to no others" in breaker.reason
+        await elapse(6.0)
+        trial = asyncio.create_task(ask(fleet))
+        await elapse(20.0)
+        assert breaker.state is BreakerState.HALF_OPEN, "such an answer proves nothing now"
+        assert (await trial)[0] == 200
+        assert (good.started, breaker.state) == (5, BreakerState.OPEN)
+        half.usual = answers()
+        await elapse(12.0)
+        assert ((await ask(fleet))[0], breaker.state) == (200, BreakerState.CLOSED)
+
+
 def _answers_probes(engine: MemoryEngine, fleet: Fleet) -> None:
+    """And counts no tokens, so that nothing tells whether it works on other requests."""
     engine.usual = waits(60.0)
+    engine.describes = lambda path: BytesResponse(404, [], b"") if path == "/metrics" else None
+
+
+def _answers_probes_and_counts_tokens(engine: MemoryEngine, fleet: Fleet) -> None:
+    engine.usual = waits(60.0)
+    engine.grows = True
 
 
 def _counts_tokens(engine: MemoryEngine, fleet: Fleet) -> None:
@@ -193,7 +222,11 @@ def _out_of_sockets() -> Response:
 
 
 @pytest.mark.parametrize(
-    "excuse", [_answers_probes, _counts_tokens, _streams_slowly, _is_paused, _cannot_be_asked]
+    "excuse",
+    [
+        *(_answers_probes, _answers_probes_and_counts_tokens, _counts_tokens),
+        *(_streams_slowly, _is_paused, _cannot_be_asked),
+    ],
 )
 @stepped
 async def test_a_slow_replica_is_not_silent(excuse: Callable[[MemoryEngine, Fleet], None]) -> None:

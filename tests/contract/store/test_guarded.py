@@ -36,7 +36,7 @@ class Patient:
 
     def __init__(self) -> None:
         self.store = SqliteStore(None, Limits())
-        self.limits = self.store.limits
+        self.limits, self.unreadable = self.store.limits, self.store.unreadable
         self.metrics = Metrics()
         self.held: set[str] = set()
         self.errors: dict[str, Exception] = {}

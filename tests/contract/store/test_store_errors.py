@@ -2,16 +2,22 @@
 
 import asyncio
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import cast
 
 import pytest
 import redis
 
 from tests.support.ports import held_port
 from tests.support.redis_server import run_redis
-from tests.support.store_utils import add, digest_of, make_turn, opened
-from tokenproxy.record.store import Limits, Store, StoreError
+from tests.support.store_utils import add, digest_of, entry, make_turn, opened
+from tokenproxy.monitoring.metrics import Metrics
+from tokenproxy.record.store import Cause, Limits, Store, StoreError
+from tokenproxy.samples.feed import FeedFilter, read_step
+from tokenproxy.samples.turn_json import traces_of
+from tokenproxy.store.guarded import GuardedStore
 from tokenproxy.store.redis import RedisStore
 from tokenproxy.store.sqlite import SqliteStore
 from tokenproxy.store.urls import STORE_URLS, make_store
@@ -94,6 +100,11 @@ async def test_a_file_of_another_version_or_program(tmp_path: Path) -> None:
     file, theirs = tmp_path / "x.db", tmp_path / "theirs.db"
     async with opened(f"sqlite://{file}"):
         pass
+    async with opened(f"sqlite://{file}") as store:  # its own tables are those that it needs
+        await add(store, make_turn())
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute("ALTER TABLE sessions DROP COLUMN cause")
+    await _refused(f"sqlite://{file}", str(file), "other columns", "move the file away")
     with closing(sqlite3.connect(file)) as connection:
         connection.execute("PRAGMA user_version = 77")
     await _refused(f"sqlite://{file}", str(file), "version 77 ", "version 5", "move the file away")
@@ -101,6 +112,58 @@ async def test_a_file_of_another_version_or_program(tmp_path: Path) -> None:
         connection.execute("CREATE TABLE theirs (x)")
         await _refused(f"sqlite://{theirs}", str(theirs), "another program's")
         assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("theirs",)]
+
+
+_DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "another type": lambda packed: b"\xc1" + packed[1:],
+    "cut": lambda packed: packed[:-9],
+    "no text": lambda packed: packed.replace(b"tiny", b"tin\xff"),
+    "another turn": lambda packed: packed.replace(b"0000", b"0001"),
+    "a frame": lambda packed: b"\x28\xb5\x2f\xfd" + packed,
+}
+
+
+def _damage(url: str, turn: str, damage: Callable[[bytes], bytes]) -> None:
+    """Damage a turn of the rollout `a`, and the rewards of the rollout `c`."""
+    if url.startswith("redis"):
+        with redis.Redis.from_url(url) as client:
+            key = "tokenproxy:{s/a}:turns"
+            client.hset(key, turn, damage(client.hget(key, turn)))  # type: ignore[arg-type]
+            client.hset("tokenproxy:{sessions}:rollout:c", "reward:", "x")
+        return
+    with closing(sqlite3.connect(url.removeprefix("sqlite://"))) as connection, connection:
+        connection.create_function("damage", 1, damage)
+        connection.execute("UPDATE turns SET packed = damage(packed) WHERE id = ?", (turn,))
+        connection.execute("UPDATE sessions SET rewards = x'c1' WHERE id = 'c'")
+
+
+@pytest.mark.parametrize("damage", _DAMAGES.values(), ids=_DAMAGES.keys())
+async def test_all_but_damaged_records_is_served(shared_url: str, damage: Callable[[bytes], bytes]) -> None:
+    guarded = GuardedStore(make_store(shared_url, Limits()), Metrics())
+    store = cast(Store, guarded)
+    await store.open()
+    turns = {rollout: make_turn(rollout) for rollout in ("a", "b", "c")}
+    follow_up = make_turn("a", parent=turns["a"].id)
+    for turn in (*turns.values(), follow_up):
+        await add(store, turn, entry(turn.rollout))
+        await store.finish(turn.rollout, Cause.REWARD, {"": 1.0})
+    _damage(shared_url, turns["a"].id, damage)
+    for _ in range(4):  # more than the failures in a row after which a store is not asked
+        assert await store.turns("a") == [follow_up] and await store.path(follow_up.id) == []
+        assert await store.path(turns["b"].id) == await store.turns("b") == [turns["b"]]
+        assert [each.id for each in await store.sessions(limit=2)] == ["a", "b"]
+        assert await store.session("c") is None
+    step = await read_step(store, 0, 9, FeedFilter(), "once", asyncio.to_thread)
+    assert [(each.session.id, each.refused[0].reason) for each in step.rollouts] == [
+        ("b", "prompt_length_mismatch"),
+        ("a", "missing_parent"),
+    ]
+    assert traces_of(await store.turns("a"), "a") == []
+    health = guarded.health()
+    assert (health.state, health.unreadable, health.unreadable_turns) == ("ok", 2, [turns["a"].id])
+    await store.finish("c", Cause.REWARD, {"": 2.0})
+    assert (await store.feed(0, limit=9)).sessions[-1].rewards == {"": 2.0}
+    await store.aclose()
 
 
 async def test_a_caller_that_left_spoils_nothing(sqlite_url: str) -> None:

@@ -112,6 +112,9 @@ async def test_a_tenant_reads_its_own_rollouts(store: Store) -> None:
     assert await _read(store, tenant="t") == [("t/a", 1), ("t/b", 1)]
     assert await _read(store, tenant="u") == [("u/a", 1)]
     assert await _read(store, tenant="") == [("a", 1)]
+    ends = [(await store.feed(2**62, limit=0, tenant=tenant)).end for tenant in ("t", "u", "nobody")]
+    own = [(await store.feed(0, limit=9, tenant=tenant)).sessions[-1].position for tenant in ("t", "u")]
+    assert ends == [*own, 0]
     first = (await store.feed(0, limit=1, tenant="t")).sessions[0].position
     assert await _read(store, first, tenant="t") == [("t/b", 1)]
 
@@ -135,6 +138,26 @@ async def test_idle_rollouts_are_finished_in_the_order_of_their_use(
     await _add(store, "b")
     await feed.finish_idle(store, later)
     assert (await _read(store))[-1] == ("b", 2)
+
+
+async def test_a_clock_that_was_ahead_keeps_no_rollout_from_being_finished(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead, now = time.time() + 8 * 86_400, [0.0]
+    monkeypatch.setattr(time, "time", lambda: ahead)
+    await _add(store, "a", "b")
+    await feed.finish_idle(store, ahead + 1)
+    monkeypatch.undo()
+    await _add(store, "c")  # its time of use is after those of the others
+    idle = feed.IdleTime(3600.0, lambda: now[0])
+    for now[0], finished in ((0.0, ["a", "b"]), (3599.0, ["a", "b"]), (3600.0, ["a", "b", "c"])):
+        await feed.finish_idle(store, idle.before((await store.sessions(limit=1))[0].used))
+        assert [name for name, _ in await _read(store)] == finished
+    for name in finished:
+        await store.delete(name)
+    await _add(store, "d")
+    await feed.finish_idle(store, time.time() + 1)
+    assert await _read(store) == [("d", 1)]
 
 
 async def test_consumers_acknowledge(store: Store) -> None:

@@ -110,6 +110,9 @@ def test_a_tenant_reads_only_its_own_rollouts(engine: FakeVllm) -> None:
         for feed, waiting in ((one, [2]), (two, [0]), (three, [])):
             assert [each["waiting"] for each in feed.consumers()] == waiting
         assert client.delete(f"{FEED}/consumers/c", headers=three.headers).status_code == 404
+        # when others finished something is no business of a tenant
+        assert two.acknowledge("d", "9" * 18) == two.read(after="9" * 18)["cursor"] == two.read()["cursor"]
+        assert three.acknowledge("d", "9" * 18) == three.read(after="9" * 18)["cursor"] == "0"
 
 
 def test_a_wait_ends_and_is_no_time_that_the_proxy_adds(served: Feed) -> None:

@@ -196,9 +196,61 @@ def test_without_keys_only_programs_on_this_machine_may_administrate(
 ) -> None:
     fake.canned["/reset_mm_cache"] = Canned(b"{}")
     assert client.post("/reset_mm_cache").status_code == 200
-    values = {"x-forwarded-for": "10.0.0.1", "forwarded": "for=10.0.0.1", "host": "evil.example"}
-    for name, value in {**values, "origin": "https://evil.example"}.items():
+    for name, value in {"x-forwarded-for": "10.0.0.1", "forwarded": "for=10.0.0.1"}.items():
         for path in ("/reset_mm_cache", "/admin/replicas"):
             assert client.post(path, headers={name: value}).status_code == 403
         assert client.post(CHAT, json=_BODY, headers={name: value}).status_code == 200
     assert len(fake.seen("/reset_mm_cache")) == 1
+
+
+_OF_PAGES: list[tuple[dict[str, str], str]] = [
+    ({"origin": "https://evil.example"}, "origin_not_allowed"),
+    ({"origin": "null"}, "origin_not_allowed"),
+    ({"origin": "http://127.0.0.1:1"}, "origin_not_allowed"),
+    ({"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}, "origin_not_allowed"),
+    ({"host": "evil.example"}, "host_not_allowed"),  # its name resolves to 127.0.0.1 now
+    ({"host": "evil.example", "origin": "http://evil.example"}, "host_not_allowed"),
+]
+
+
+@pytest.mark.parametrize(("sent", "code"), _OF_PAGES)
+def test_without_keys_pages_of_other_origins_are_refused(
+    fake: FakeVllm, client: httpx.Client, name: str, sent: dict[str, str], code: str
+) -> None:
+    """Also the requests that a browser sends without asking first: their type is text/plain."""
+    client.post(f"/sessions/{name}{CHAT}", json=_BODY)
+    headers = {"content-type": "text/plain", **sent}
+
+    def done() -> object:
+        return len(fake.seen(CHAT)), client.get("/v1/samples/consumers").json()
+
+    before = done()
+    for method, path, body in (
+        ("POST", f"/v1/sessions/{name}/reward", b'{"reward": 9}'),
+        ("POST", "/v1/sessions", b'{"id": "%b", "overrides": {"n": 9}}' % name.encode()),
+        ("POST", "/v1/samples/ack", b'{"consumer": "a", "cursor": "9"}'),
+        ("POST", f"/sessions/{name}{CHAT}", b'{"messages": [{"role": "user", "content": "Hi"}]}'),
+        ("GET", f"/v1/sessions/{name}", b""),
+        ("GET", f"/viewer/sessions/{name}", b""),
+        ("GET", "/v1/samples?consumer=a", b""),
+        ("DELETE", f"/v1/sessions/{name}", b""),
+        ("GET", "/version", b""),
+    ):
+        refused = client.request(method, path, content=body, headers=headers)
+        assert refused.json()["error"]["code"] == code, path
+    session = client.get(f"/v1/sessions/{name}").json()
+    assert (session["reward"], session["overrides"], len(session["turns"])) == (None, {}, 1)
+    assert done() == before
+    for own in ({"origin": str(client.base_url).rstrip("/")}, {"sec-fetch-site": "same-origin"}):
+        assert client.post(f"/v1/sessions/{name}/reward", json={"reward": 1}, headers=own).status_code == 200
+    link = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+    assert client.get("/viewer", headers=link).status_code == 200
+
+
+def test_pages_may_be_allowed_without_keys(mortal: FakeVllm) -> None:
+    page, names = "https://app.example", {"host": "proxy.example", "origin": "https://app.example"}
+    with run_proxy([mortal], store="memory:", cors_origins=[page], allowed_hosts="proxy.example") as client:
+        assert client.get("/v1/sessions", headers=names).status_code == 200
+        assert client.get("/v1/sessions", headers={**names, "origin": "https://evil"}).status_code == 403
+        assert client.post("/pause", headers=names).status_code == 403
+        assert client.get("/v1/sessions").status_code == 400
