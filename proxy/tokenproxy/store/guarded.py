@@ -18,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -26,9 +26,6 @@ from msgspec.structs import replace
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.store import (
     DOCUMENTS,
-    FOUND_AT_MOST,
-    Candidate,
-    CandidateGroup,
     Evicted,
     Found,
     IndexEntry,
@@ -43,6 +40,7 @@ from tokenproxy.record.store import (
 )
 from tokenproxy.record.store_time import BACKGROUND_S, spending, within
 from tokenproxy.record.turn import Turn
+from tokenproxy.store.backlog import Backlog, Record, with_candidate
 from tokenproxy.store.packed import complete_path, fill_prompts, missing_holders
 
 log = logging.getLogger("tokenproxy")
@@ -95,16 +93,6 @@ class GuardLimits:
     most_bytes: int = 128 * 2**20
 
 
-class _Waiting(NamedTuple):
-    """The arguments of one call that records turns, which waits to be made again."""
-
-    session: Session
-    turns: Sequence[Turn]
-    entries: Sequence[Sequence[IndexEntry]]
-    size: int
-    """Bytes that it takes in memory, roughly."""
-
-
 class GuardedStore:
     """A `Store` that may stall, fail, or be missing at first. `__getattr__` makes all its other calls."""
 
@@ -122,10 +110,7 @@ class GuardedStore:
         self._metrics = metrics
         self._required = required
         self._guard = limits
-        self._waiting: dict[str, _Waiting] = {}
-        """By the id of the first turn, in the order in which they came: parents before their children."""
-        self._documents: dict[str, tuple[bytes, float | None]] = {}
-        """Those that wait to be stored, by their names, each with the seconds that it is kept."""
+        self._backlog = Backlog(limits.most_turns, limits.most_bytes)
         self._failures = {"read": 0, "write": 0}
         """Calls of each kind that failed in a row."""
         self._opening: asyncio.Future[None] | None = None
@@ -160,7 +145,7 @@ class GuardedStore:
             state=state,
             since=self._since if ill else None,
             error=str(self._error) if ill and self._error else None,
-            queued_turns=len(self._turns()),
+            queued_turns=len(self._backlog.turns()),
             lost_turns=self._lost,
             unreadable=len(unreadable),
             unreadable_turns=turns[:_NAMED],
@@ -193,15 +178,15 @@ class GuardedStore:
         """Close the store. Turns that cannot be recorded in time are lost."""
         recovery = self._recovery
         if recovery is not None:
-            if self._waiting or self._documents:
+            if self._backlog:
                 await asyncio.wait({recovery}, timeout=self._guard.close_s)
             recovery.cancel()
         if self._opening is not None:
             self._opening.cancel()
-        lost = self._turns()
+        lost, documents = self._backlog.turns(), self._backlog.documents
         self._count_lost(list(lost.values()), "shutdown")
-        if lost or self._documents:
-            kinds = f"{len(lost)} turns and {len(self._documents)} stored responses"
+        if lost or documents:
+            kinds = f"{len(lost)} turns and {len(documents)} stored responses"
             log.error("%s are lost: the store did not take them before the process ended", kinds)
         closing = asyncio.ensure_future(self._store.aclose())
         await asyncio.wait({closing}, timeout=self._guard.close_s)
@@ -227,7 +212,7 @@ class GuardedStore:
             return await self._call("add", lambda: self._store.add(session))
         error = self._error or StoreError("turns before it wait")
         # the order matters within a rollout: a turn waits for those before it
-        if not self._skips("write") and not self._waits(session.id):
+        if not self._skips("write") and not self._backlog.holds(session.id):
             try:
                 return await self._call("add", lambda: self._store.add(session, turns, entries))
             except StoreError as failure:
@@ -240,29 +225,20 @@ class GuardedStore:
             except Exception:  # counted here, and raised again for the caller
                 self._count_lost(turns, "refused")
                 raise
-        queued, size = len(self._turns()), len(msgspec.msgpack.encode(turns)) + 64 * sum(map(len, entries))
-        held = sum(record.size for record in self._waiting.values())
-        if queued + len(turns) > self._guard.most_turns or held + size > self._guard.most_bytes:
+        if not self._backlog.add(session, turns, entries):
             self._count_lost(turns, "queue_full")
-            raise StoreError(f"too many turns wait to be recorded ({queued}): {error}")
-        self._waiting[turns[0].id] = _Waiting(session, turns, entries, size)
+            waiting = len(self._backlog.turns())
+            raise StoreError(f"too many turns wait to be recorded ({waiting}): {error}")
         self._recover_from(error)
         return Evicted()
 
     async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
         """See `Store.find`."""
         # before the store is read: turns that it takes meanwhile are found in both
-        wanted = set(keys) if self._waiting else ()
-        here = [
-            (entry, Candidate(turn.id, turn.rollout))
-            for record in (self._waiting.values() if wanted else ())
-            for turn, entries in zip(record.turns, record.entries, strict=True)
-            for entry in dict.fromkeys(entries)
-            if entry.key in wanted
-        ]
+        here = self._backlog.under(keys)
         found = await self._call("find", lambda: self._store.find(keys))
         for entry, candidate in here:
-            found[entry.key] = _add(found.get(entry.key, Found(0, [])), entry.ids, candidate)
+            found[entry.key] = with_candidate(found.get(entry.key, Found(0, [])), entry.ids, candidate)
         return found
 
     async def put(
@@ -274,16 +250,14 @@ class GuardedStore:
                 "put", lambda: self._store.put(space, name, value, keep_s=keep_s, **before)
             )
         except StoreError as error:
-            held = sum(len(content) for content, _ in self._documents.values())
-            if space != DOCUMENTS or held + len(value) > self._guard.most_bytes:
+            if space != DOCUMENTS or not self._backlog.add_document(name, value, keep_s):
                 raise
-            self._documents[name] = (value, keep_s)
             self._recover_from(error)
             return True
 
     async def get(self, space: str, names: Sequence[str] | None = None) -> dict[str, bytes]:
         """See `Store.get`."""
-        waiting = self._documents if space == DOCUMENTS else {}
+        waiting = self._backlog.documents if space == DOCUMENTS else {}
         here = {name: waiting[name][0] for name in names or () if name in waiting}
         if here and len(here) == len(names or ()):
             return here
@@ -291,7 +265,7 @@ class GuardedStore:
 
     async def take(self, space: str, name: str) -> bytes | None:
         """See `Store.take`."""
-        waiting = self._documents.pop(name, None) if space == DOCUMENTS else None
+        waiting = self._backlog.documents.pop(name, None) if space == DOCUMENTS else None
         if waiting is not None:
             return waiting[0]
         return await self._call("take", lambda: self._store.take(space, name))
@@ -307,7 +281,7 @@ class GuardedStore:
         try:
             while turn := await self._call("claim", claim):
                 # one that a waiting turn continues is not open, although the store does not know yet
-                if not any(each.parent == turn for each in self._turns().values()):
+                if not any(each.parent == turn for each in self._backlog.turns().values()):
                     break
             return turn
         except BaseException:  # cancellation too: no other request could use a turn that stays claimed
@@ -318,7 +292,7 @@ class GuardedStore:
 
     async def path(self, turn: str) -> list[Turn]:
         """See `Store.path`."""
-        waiting = self._turns()
+        waiting = self._backlog.turns()
         here: dict[str, Turn] = {}
         first: str | None = turn
         while first in waiting and first not in here:
@@ -334,7 +308,7 @@ class GuardedStore:
 
     async def turns(self, rollout: str) -> list[Turn]:
         """See `Store.turns`."""
-        here = self._turns(rollout)
+        here = self._backlog.turns(rollout)
         stored = await self._call("turns", lambda: self._store.turns(rollout))
         if not here:
             return stored
@@ -343,14 +317,15 @@ class GuardedStore:
 
     async def newest(self, rollout: str, limit: int) -> list[str]:
         """See `Store.newest`."""
-        here = self._turns(rollout)
+        here = self._backlog.turns(rollout)
         stored = await self._call("newest", lambda: self._store.newest(rollout, limit))
         return sorted({*here, *stored}, reverse=True)[:limit] if here else stored
 
     async def session(self, rollout: str) -> Session | None:
         """See `Store.session`."""
-        here = [record.session for record in self._waiting.values() if record.session.id == rollout]
-        turns = len(self._turns(rollout))
+        records = self._backlog.records.values()
+        here = [record.session for record in records if record.session.id == rollout]
+        turns = len(self._backlog.turns(rollout))
         stored = await self._call("session", lambda: self._store.session(rollout))
         return stored or (replace(here[0], turns=turns) if here else None)
 
@@ -392,24 +367,10 @@ class GuardedStore:
             self._metrics.store_calls.dec()
             self._metrics.store_time.labels(name).observe(perf_counter() - began)
 
-    def _turns(self, rollout: str | None = None) -> dict[str, Turn]:
-        """The turns that wait, of one rollout or of all, by their ids."""
-        records = self._waiting.values()
-        return {
-            turn.id: turn
-            for record in records
-            if rollout in (None, record.session.id)
-            for turn in record.turns
-        }
-
     def _check_complete(self, rollout: str) -> None:
         """Refuse to change a rollout as a whole while turns of it wait."""
-        if self._waits(rollout):
+        if self._backlog.holds(rollout):
             raise StoreStalled("turns of this session are still to be recorded: try again soon")
-
-    def _waits(self, rollout: str) -> bool:
-        """Whether turns of a rollout wait to be recorded."""
-        return any(record.session.id == rollout for record in self._waiting.values())
 
     def _fails(self, kind: str) -> bool:
         return self._failures[kind] >= _FAILURES
@@ -428,7 +389,7 @@ class GuardedStore:
 
     async def _recover(self) -> None:
         start, wait_s = perf_counter(), self._guard.first_wait_s
-        while self._skips("write") or self._waiting or self._documents:
+        while self._skips("write") or self._backlog:
             try:
                 await self._try_again()
             except Exception as error:  # the boundary: a trial that fails is repeated
@@ -451,24 +412,21 @@ class GuardedStore:
         if self._fails("read"):
             await self._timed("find", self._store.find([_PROBE]))
             self._failures["read"] = 0
-        if self._waiting:
-            oldest: dict[str, _Waiting] = {}
-            for record in self._waiting.values():
-                if len(oldest) < _BATCH:
-                    oldest.setdefault(record.session.id, record)
-            errors = await asyncio.gather(*map(self._record_later, oldest.values()))
+        if oldest := self._backlog.oldest(_BATCH):
+            errors = await asyncio.gather(*map(self._record_later, oldest))
             if error := next(filter(None, errors), None):
                 raise error
-        for name, (value, keep_s) in [*self._documents.items()][:_BATCH]:
+        documents = self._backlog.documents
+        for name, (value, keep_s) in [*documents.items()][:_BATCH]:
             await self._timed("put", self._store.put(DOCUMENTS, name, value, keep_s=keep_s))
-            if self._documents.pop(name, None) is None:  # deleted in the meantime
+            if documents.pop(name, None) is None:  # deleted in the meantime
                 await self._timed("take", self._store.take(DOCUMENTS, name))
         if self._fails("write"):
             # changes nothing, because no rollout has this name
             await self._timed("pin", self._store.pin("", 0.0))
         self._failures["write"] = 0
 
-    async def _record_later(self, record: _Waiting) -> StoreError | None:
+    async def _record_later(self, record: Record) -> StoreError | None:
         """Record turns that wait. Returns why they have to wait on."""
         session, turns, entries, _ = record
         try:
@@ -483,7 +441,7 @@ class GuardedStore:
             log.exception("a turn of %s is lost", session.id)
         else:
             self._metrics.count_evicted(evicted.rollouts, evicted.undelivered)
-        del self._waiting[turns[0].id]
+        del self._backlog.records[turns[0].id]
         return None
 
     async def _release_late(self, claiming: "asyncio.Future[str | None]") -> None:
@@ -496,14 +454,3 @@ class GuardedStore:
     def _count_lost(self, turns: Sequence[Turn], reason: str) -> None:
         self._lost += len(turns)
         self._metrics.lost_turns.labels(reason).inc(len(turns))
-
-
-def _add(found: Found, ids: bytes, candidate: Candidate) -> Found:
-    """What is under a key, with one more candidate; unchanged if the store has it meanwhile."""
-    groups = {group.ids: group for group in found.groups}
-    if any(candidate in group.candidates for group in groups.values()):
-        return found
-    own = groups.pop(ids, CandidateGroup(ids, 0, []))
-    own = CandidateGroup(ids, own.total + 1, [candidate, *own.candidates][:FOUND_AT_MOST])
-    # a group that is cut off here makes the match ambiguous, as one that `find` cuts off
-    return Found(found.total + 1, [own, *groups.values()][:FOUND_AT_MOST])
