@@ -25,7 +25,7 @@ from chat_tokenizer.append import (
     token_before,
 )
 from chat_tokenizer.cache import BoundedCache, CacheInfo, digest
-from chat_tokenizer.discovery import Discovery
+from chat_tokenizer.discovery import Discovery, TurnTail
 from chat_tokenizer.encoder import NO_LIMIT, Encoder, Limit
 from chat_tokenizer.engine_renderer import EngineRenderer, Render
 from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported, TokenizerUnavailable
@@ -297,14 +297,20 @@ class ChatTokenizer:
         self._template.refuse_merged(new_messages, history, options)
         turn_tail = self._discovery.turn_tail(new_messages, history, options)
         stopped = not cut_off and (last_id in self.stop_ids or last_id == stop_reason)
-        cut = cut_tail(turn_tail, last_id, stopped=stopped)
+        close_ids, suffix_ids, notes = self._ids_after(turn_tail, last_id, stopped, limit)
+        limit.check(len(close_ids) + len(suffix_ids))
+        return Appended(prompt_ids, list(close_ids), list(suffix_ids), notes)
+
+    def _ids_after(self, turn_tail: TurnTail, last_id: int, stopped: bool, limit: Limit) -> AppendedIds:
+        """The ids of the tail after a turn, given its last id and whether that ended it as a stop token."""
+        shown = [] if stopped or last_id >= self.vocab_size else [last_id]
+        last_text = b"".join(self.token_bytes(shown).values()).decode(errors="replace")
+        cut = cut_tail(turn_tail, last_id, last_text, stopped=stopped)
         before = token_before(self._added, turn_tail, cut, last_id)
-        close_ids, suffix_ids, notes = self._suffixes.get_or_make(
+        return self._suffixes.get_or_make(
             turn_tail.key + digest(cut.position, cut.rewritten, before),
             lambda: encode_after_cut(self._encoder, self._added, turn_tail, cut, before, limit),
         )
-        limit.check(len(close_ids) + len(suffix_ids))
-        return Appended(prompt_ids, list(close_ids), list(suffix_ids), notes)
 
     def reserved(self, template_kwargs: Mapping[str, Any]) -> list[str]:
         """The names in `template_kwargs` that are arguments of the renderer, not variables of the template.

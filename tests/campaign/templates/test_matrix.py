@@ -12,7 +12,7 @@ from tests.support.templates.corpus import sample
 from tests.support.templates.families import FAMILY_OF, template_files
 from tests.support.templates.matrix import Cell, trial
 from tests.support.templates.oracle import Undecided
-from tests.support.templates.pairing import Pairing, pairing, real_pairings, trl_pairings
+from tests.support.templates.pairing import Pairing, pairing, real_pairings, sentencepiece, trl_pairings
 from tests.support.templates.report import PAGE, table
 from tests.support.templates.sampling import Turn
 from tests.support.templates.shapes import SHAPES
@@ -25,6 +25,7 @@ _PAIRINGS = (
     *trl_pairings(),
     *map(Pairing, sample()),
     *(each for each in real_pairings() if each.template.stem in _REAL),
+    *sentencepiece(),
 )
 
 
