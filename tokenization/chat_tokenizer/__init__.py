@@ -24,7 +24,6 @@ from chat_tokenizer.errors import (
     TemplateUnsupported,
     TokenizationError,
     TokenizerUnavailable,
-    UnfinishedTurn,
 )
 from chat_tokenizer.splice import replace_prefix_tokens
 
@@ -39,7 +38,6 @@ __all__ = [
     "TemplateUnsupported",
     "TokenizationError",
     "TokenizerUnavailable",
-    "UnfinishedTurn",
     "canonical",
     "chain",
     "replace_prefix_tokens",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral
 
-from chat_tokenizer.added_tokens import AddedTokens
+from chat_tokenizer.added_tokens import AddedTokens, common_prefix_length
 from chat_tokenizer.discovery import TurnTail
 from chat_tokenizer.encoder import NO_LIMIT, Encoder, Limit
 from chat_tokenizer.errors import InvalidIds, TemplateUnsupported
@@ -17,6 +17,8 @@ TURN_END_REWRITTEN = "turn_end_rewritten"
 """A note: the template ends the turn with another stop token than the sampled one."""
 AppendedIds = tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...]]
 """The ids that close a turn, the ids after them, and notes: the fields of `Appended`."""
+_CONTEXTS = ("\n", "a", ".")
+"""Texts to encode another text after, of which one mostly does not merge with it."""
 
 
 @dataclass(frozen=True)
@@ -81,46 +83,72 @@ class Cut:
     """Whether the model sampled another token where the template prints `stop_text`."""
 
 
-def cut_tail(turn_tail: TurnTail, last_id: int, *, stopped: bool) -> Cut:
+def cut_tail(turn_tail: TurnTail, last_id: int, last_text: str, *, stopped: bool) -> Cut:
     """Cut a tail after what the model sampled of it, given the last sampled id.
 
     Example: the tail `<|im_end|>\n<|im_start|>user...` is cut after `<|im_end|>` if that was sampled, or if
     another stop token was; if the turn was cut off, before it.
 
     Args:
+        last_text: the text of the last sampled id.
         stopped: whether a stop token ended the turn. One that the template does not print after this turn
             stands for the template's own. It never stands for a token that opens the next message: where such
             a token alone ends the turn, nothing is replaced.
 
     Raises:
-        TemplateUnsupported: a stop token ended the turn, and the template closes it with another than others;
-            or a turn was cut off where the last id does not tell how much of the close was sampled.
+        TemplateUnsupported: a stop token ended the turn, and the template may close it with another; or a
+            turn was cut off where the last id does not tell how much of the close was sampled.
     """
     tail, closing = turn_tail.tail, turn_tail.closing
     if not stopped and last_id in turn_tail.unclear_ids:
         raise TemplateUnsupported("the last id does not tell how much of the turn's close was sampled")
+    unclear = [turn_tail.unclear_stop] if stopped and turn_tail.unclear_stop else []
     # where the close holds no stop token, a token that opens the next message ends the turn
     opening = turn_tail.tokens if stopped and not turn_tail.has_stop else ()
-    for token in [*(turn_tail.close_tokens or turn_tail.tokens[:1]), *opening]:
+    for token in [*(turn_tail.close_tokens or turn_tail.tokens[:1]), *unclear, *opening]:
         if token.id == last_id:
             return Cut(token.end, tail.text[token.start : token.end])
     stopped = stopped or last_id == turn_tail.stop_if_last
     # a stop token that is also syntax of the turn, such as `</tool_call>`, does not replace the close
-    if stopped and last_id not in turn_tail.syntax_ids and closing:
-        return Cut(closing[-1].end, tail.text[closing[-1].start : closing[-1].end], rewritten=True)
-    if stopped and turn_tail.unclear_stop is not None:
-        stop = turn_tail.unclear_stop
-        if last_id != stop.id:
-            raise TemplateUnsupported("which token closes a turn depends on the conversation")
-        return Cut(stop.end, tail.text[stop.start : stop.end])
-    return Cut(0)
+    if not stopped or last_id in turn_tail.syntax_ids:
+        return Cut(_sampled_blanks(turn_tail, last_text))
+    if turn_tail.unclear_stop:
+        raise TemplateUnsupported("which token closes a turn depends on the conversation")
+    if not closing:
+        # a stop token that the template does not print follows the white space that ends the turn in any case
+        return Cut(common_prefix_length(_blanks(turn_tail), tail.text_if_last))
+    return Cut(closing[-1].end, tail.text[closing[-1].start : closing[-1].end], rewritten=True)
+
+
+def _sampled_blanks(turn_tail: TurnTail, last_text: str) -> int:
+    """How many characters of the white space between a turn's calls and their close were sampled.
+
+    Example: 2 of the white space in `}}\n\n<|im_end|>` after the last text `}\n\n`, and 0 after `}`.
+
+    Raises:
+        TemplateUnsupported: other white space ends the last text, and ids before it may hold the rest.
+    """
+    blanks = _blanks(turn_tail)
+    sampled = last_text[len(last_text.rstrip()) :]
+    if not blanks or not sampled:
+        return 0
+    if not sampled.endswith(blanks):
+        raise TemplateUnsupported(
+            "the last id does not tell how much white space after the calls was sampled"
+        )
+    return len(blanks)
+
+
+def _blanks(turn_tail: TurnTail) -> str:
+    """The white space after a turn's calls; empty for turns without calls."""
+    text = turn_tail.tail.text
+    return text[: len(text) - len(text.lstrip())] if turn_tail.whole.in_call else ""
 
 
 def token_before(added: AddedTokens, turn_tail: TurnTail, cut: Cut, last_id: int) -> str:
-    """The token to encode before the text after the cut, as context; empty if that needs none.
+    """The added token to encode before the text after the cut, as context.
 
-    Text that does not begin with an added token is encoded after the token before it, because some tokenizers
-    (SentencePiece) encode it differently at the start of a text.
+    Empty if that text begins with an added token, or if ordinary text precedes it.
     """
     rest = turn_tail.tail.text[cut.position :]
     if cut.stop_text or added.start(rest):
@@ -138,9 +166,6 @@ def encode_after_cut(
 ) -> AppendedIds:
     """Encode the text after the cut; `before`, the token before it, is context only and may be empty.
 
-    Without an added token at the edge the text is encoded alone: the sampled ids are fixed, so the tokenizer
-    has nothing to merge it with.
-
     Raises:
         InvalidMessages, TooManyIds, Stopped: as `Encoder.encode`, with the limit for all that is encoded.
         TemplateUnsupported: the tokenizer would change what stands at the edge.
@@ -149,22 +174,32 @@ def encode_after_cut(
     notes = turn_tail.tail.notes + ((TURN_END_REWRITTEN,) if cut.rewritten else ())
     if not rest:
         return (), (), notes
-    ids = encoder.encode(before + rest, limit.plus(1) if before else limit)
-    if not before and _leading_spaces(encoder.decode(ids)) > _leading_spaces(rest):
-        raise TemplateUnsupported(
-            f"the tokenizer puts a space before {rest[:20]!r}, which follows the sampled text directly"
-        )
     if before:
-        first, *ids = ids
-        if added.text(first) != before:
-            raise TemplateUnsupported("the tokenizer merges the stop token with the text after it")
+        contexts: tuple[str, ...] = (before,)
+    else:
+        contexts = ("",) if added.start(rest) else _CONTEXTS
+    ids = _encode_within_text(encoder, rest, contexts, limit)
     closing = [token.id for token in turn_tail.closing if cut.position <= token.start]
     count = _length_holding(ids, closing)
     return tuple(ids[:count]), tuple(ids[count:]), notes
 
 
-def _leading_spaces(text: str) -> int:
-    return len(text) - len(text.lstrip(" "))
+def _encode_within_text(encoder: Encoder, text: str, contexts: Sequence[str], limit: Limit) -> list[int]:
+    """The ids that a text has where other text precedes it.
+
+    SentencePiece vocabularies encode a text at the start of a prompt, or after an added token, with one more
+    space. So it is encoded after each context in turn, until one of them keeps its own ids. The sampled ids
+    are fixed, so nothing may merge across the edge. Example: ` </s>` is `▁▁ </s>` for Llama 2 at the start of
+    a text, and `▁ </s>` after a line feed.
+
+    Raises: as `encode_after_cut`.
+    """
+    for context in contexts:
+        head = encoder.encode(context)
+        ids = encoder.encode(context + text, limit.plus(len(head)))
+        if ids[: len(head)] == head and (head or not context):
+            return ids[len(head) :]
+    raise TemplateUnsupported(f"the tokenizer merges {text[:20]!r} with the text before it")
 
 
 def _length_holding(ids: Sequence[int], subsequence: Sequence[int]) -> int:

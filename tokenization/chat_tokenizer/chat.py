@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from chat_tokenizer.added_tokens import AddedTokens
 from chat_tokenizer.append import (
@@ -25,10 +25,10 @@ from chat_tokenizer.append import (
     token_before,
 )
 from chat_tokenizer.cache import BoundedCache, CacheInfo, digest
-from chat_tokenizer.discovery import Discovery
+from chat_tokenizer.discovery import Discovery, TurnTail
 from chat_tokenizer.encoder import NO_LIMIT, Encoder, Limit
 from chat_tokenizer.engine_renderer import EngineRenderer, Render
-from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported, TokenizerUnavailable, UnfinishedTurn
+from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported, TokenizerUnavailable
 from chat_tokenizer.files import load_files
 from chat_tokenizer.messages import Message, Tools, check_types, for_template
 from chat_tokenizer.proof import Proof, load_proof, proof_key, store_proof
@@ -36,7 +36,6 @@ from chat_tokenizer.renderer import Renderer, RenderOptions
 from chat_tokenizer.template import Template
 from chat_tokenizer.traits import ContentFormat
 
-Unfinished = Literal["close", "continue", "reject"]
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 """Efforts of reasoning with thinking."""
 
@@ -253,7 +252,6 @@ class ChatTokenizer:
         tools: Tools | None = None,
         finish_reason: str | None = "stop",
         stop_reason: str | int | None = None,
-        unfinished: Unfinished = "close",
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
         limit: Limit = NO_LIMIT,
@@ -273,11 +271,10 @@ class ChatTokenizer:
                 details of earlier messages next to new ones, and for a new system message after a developer
                 message.
             tools: tools declared to the template.
-            finish_reason: how the turn ended, as the engine reports it.
+            finish_reason: how the turn ended, as the engine reports it. A turn that was cut off by its token
+                limit, a stop string or an abort is closed with ids that were not sampled: mask them in the
+                loss.
             stop_reason: the stop string or stop token that ended the turn, as vLLM reports it.
-            unfinished: how to treat a turn cut off by its token limit, a stop string or an abort: "close" it
-                with ids that were never sampled (mask them in the loss), "continue" it (without new
-                messages), or "reject" it.
             add_generation_prompt: end the prompt with the header of the next assistant turn.
             template_kwargs: variables of the template; every name is allowed but those that `reserved`
                 returns.
@@ -287,21 +284,10 @@ class ChatTokenizer:
             InvalidIds: `prompt_ids` is empty.
             InvalidMessages: the template refuses the new messages.
             TemplateUnsupported: the template does not determine the ids to append.
-            UnfinishedTurn: the turn was cut off, and `unfinished` is "reject".
             TooManyIds, Stopped: as `Encoder.encode`.
         """
         last_id = checked_last_id(prompt_ids)
         cut_off = finish_reason in ("length", "abort") or isinstance(stop_reason, str)
-        if cut_off and unfinished == "reject":
-            raise UnfinishedTurn(
-                f"the turn was cut off ({stop_reason or finish_reason}): drop it, or close or continue it"
-            )
-        if cut_off and unfinished == "continue":
-            if new_messages:
-                raise InvalidMessages(
-                    "a turn that is continued takes no new messages: pass none, or close the turn"
-                )
-            return Appended(prompt_ids, [], [])
         check_types(new_messages, history, tools, template_kwargs)
         if not new_messages:
             raise InvalidMessages("must not be empty")
@@ -311,14 +297,20 @@ class ChatTokenizer:
         self._template.refuse_merged(new_messages, history, options)
         turn_tail = self._discovery.turn_tail(new_messages, history, options)
         stopped = not cut_off and (last_id in self.stop_ids or last_id == stop_reason)
-        cut = cut_tail(turn_tail, last_id, stopped=stopped)
+        close_ids, suffix_ids, notes = self._ids_after(turn_tail, last_id, stopped, limit)
+        limit.check(len(close_ids) + len(suffix_ids))
+        return Appended(prompt_ids, list(close_ids), list(suffix_ids), notes)
+
+    def _ids_after(self, turn_tail: TurnTail, last_id: int, stopped: bool, limit: Limit) -> AppendedIds:
+        """The ids of the tail after a turn, given its last id and whether that ended it as a stop token."""
+        shown = [] if stopped or last_id >= self.vocab_size else [last_id]
+        last_text = b"".join(self.token_bytes(shown).values()).decode(errors="replace")
+        cut = cut_tail(turn_tail, last_id, last_text, stopped=stopped)
         before = token_before(self._added, turn_tail, cut, last_id)
-        close_ids, suffix_ids, notes = self._suffixes.get_or_make(
+        return self._suffixes.get_or_make(
             turn_tail.key + digest(cut.position, cut.rewritten, before),
             lambda: encode_after_cut(self._encoder, self._added, turn_tail, cut, before, limit),
         )
-        limit.check(len(close_ids) + len(suffix_ids))
-        return Appended(prompt_ids, list(close_ids), list(suffix_ids), notes)
 
     def reserved(self, template_kwargs: Mapping[str, Any]) -> list[str]:
         """The names in `template_kwargs` that are arguments of the renderer, not variables of the template.

@@ -8,15 +8,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import product, takewhile
 
 from chat_tokenizer.added_tokens import AddedTokens, Token, common_prefix_length
 from chat_tokenizer.cache import BoundedCache, digest
 from chat_tokenizer.errors import TemplateUnsupported, TokenizationError
 from chat_tokenizer.histories import ANY_TOOLS
 from chat_tokenizer.messages import Message, Tools
+from chat_tokenizer.new_texts import with_argument
 from chat_tokenizer.renderer import Append, Renderer, RenderOptions
 from chat_tokenizer.turns import MARK, PLACEHOLDER_USER, Tail, placeholder_context, render_tail
+
+_RESULT = {"role": "tool", "tool_call_id": "call00000"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +45,16 @@ class Closes:
     def of_call(self, tail: Tail, close: ContentClose) -> tuple[int, int, frozenset[int]]:
         """The close of a turn with tool calls: its start and end in the tail, and the ids of its tokens.
 
-        Example: 12 and 22 in `</tool_call><|im_end|>\n`, with the content close `<|im_end|>`.
+        It starts with the white space after the calls, and with the words of the content close. Example: 12
+        and 23 in `</tool_call>\n<|im_end|>\n`, with the content close `<|im_end|>`.
         """
+        start, end, closers = self._tokens_after_call(tail, close)
+        first = next(iter(self._added.find(close.text)), None)
+        words = close.text[: first.start if first else None].strip()
+        return len(tail.text[:start].rstrip().removesuffix(words).rstrip()), end, closers
+
+    def _tokens_after_call(self, tail: Tail, close: ContentClose) -> tuple[int, int, frozenset[int]]:
+        """As `of_call`, without some of the text before the first token."""
         lead = tail.text[: tail.lead]
         shared = self._added.shared(lead, tail.text_if_last)
         start = lead[:shared].rfind(close.text) if close.text else -1
@@ -51,10 +62,10 @@ class Closes:
             start = lead.find(close.text)
         if start >= 0:
             return self._with_earlier_stop(lead, start, start + len(close.text), close.closers)
-        # the text before the token that closes a turn may differ from turn to turn: white space, at most
+        # the text before the token that closes a turn may differ from turn to turn
         stop = next((t for t in self._added.find(lead, special=True) if t.id == close.stop), None)
         if stop is not None:
-            return len(lead[: stop.start].rstrip()), stop.end, frozenset({stop.id})
+            return stop.start, stop.end, frozenset({stop.id})
         if not tail.text_if_last:
             raise TemplateUnsupported("the template does not show where its tool calls end")
         token_if_last = self._added.id_at(tail.text_if_last, shared)
@@ -69,7 +80,7 @@ class Closes:
         own = [token for token in tokens if token.end <= shared]
         stop = next((t for t in own if t.id in self._added.stop_ids), None)
         if not close.text and stop is not None:
-            return len(lead[: stop.start].rstrip()), stop.end, frozenset({stop.id})
+            return stop.start, stop.end, frozenset({stop.id})
         # without a close of its own the opening of the next message ends the turn: GLM, and Gemma 4, which
         # closes the turn only if no result follows
         if not close.text or token_if_last in self._added.stop_ids | close.closers or not own:
@@ -143,10 +154,13 @@ class Closes:
         token_if_last = self._added.id_at(text_if_last, shared)
         if token_if_last in self._added.special_ids - (self._openers - self._added.stop_ids):
             # GPT-OSS: the last turn ends with <|return|>, earlier ones with <|end|>
-            return [token for token in tokens if token.start == shared]
+            at_end = [token for token in tokens if token.start == shared]
+            # where the template takes one role only, all that shows is that nothing opens with the token
+            at_end = [token for token in at_end if token.id not in self._first_tokens]
+            return [token for token in at_end if self.closes_turn(token.id, False) is not False]
         # the last turn has no close; the first of several tokens does not open the next message
         stops = [token for token in tokens[:-1][:1] if token.id in self._added.stop_ids - self._openers]
-        return [] if text_if_last else stops
+        return [] if self._added.find(text_if_last, special=True) else stops
 
     @cached_property
     def _setting(self) -> tuple[list[Message], Tools | None]:
@@ -203,6 +217,48 @@ class Closes:
         tokens = self._added.find(text, special=True)
         between = {token.id for token in tokens if first < token.start < second}
         return frozenset(between - {token.id for token in tokens if token.start > second})
+
+    def closes_turn(self, token: int, in_call: bool) -> bool | None:
+        """Whether a special token after a turn closes it; False if it opens the next message, else None.
+
+        A token that closes turns is printed whatever the role of the next message is, and never before the
+        first text of a conversation, because nothing is to be closed there.
+        """
+        followed = self._after_call if in_call else self._after_content
+        if any(token not in tokens for tokens in followed):
+            return False
+        return True if len(followed) > 1 and token not in self._first_tokens else None
+
+    @cached_property
+    def _first_tokens(self) -> set[int]:
+        """Ids of the special tokens before the first text of a conversation."""
+        text = self._text([{"role": "user", "content": MARK}], add_generation_prompt=False)
+        tokens = self._added.find(text, special=True)
+        ends = [0, *(token.end for token in tokens)]
+        before = takewhile(
+            lambda pair: not text[pair[0] : pair[1].start].strip(), zip(ends, tokens, strict=False)
+        )
+        return {token.id for _, token in before}
+
+    @cached_property
+    def _after_content(self) -> list[set[int]]:
+        return self._special_after({"role": "assistant", "content": MARK})
+
+    @cached_property
+    def _after_call(self) -> list[set[int]]:
+        *_, turn = placeholder_context([_RESULT])
+        return self._special_after({**turn, "tool_calls": [with_argument(turn["tool_calls"][0], MARK)]})
+
+    def _special_after(self, turn: Message) -> list[set[int]]:
+        """Ids of the special tokens between a turn and a message, for each role that the template takes."""
+        found = []
+        for following in (*({"role": role} for role in ("user", "assistant", "system")), _RESULT):
+            messages: list[Message] = [PLACEHOLDER_USER, turn, {**following, "content": "qZnextZq"}]
+            text = self._text(messages, add_generation_prompt=False)
+            between, printed, _ = text.partition(MARK)[2].partition("qZnextZq")
+            if printed:
+                found.append({token.id for token in self._added.find(between, special=True)})
+        return found
 
     @cached_property
     def _closer_of_user(self) -> int | None:

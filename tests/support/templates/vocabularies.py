@@ -14,6 +14,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 MERGES_FILE = Path(__file__).with_name("smollm2_merges.txt")
 _SPACE = "▁"
+_STRIP = decoders.Strip(" ", 1, 0)
+"""Takes the added `▁` away again, so decoded texts do not show it."""
 _CORPUS = (
     "the weather in Zürich is sunny today and the clock in Oslo says nine " * 3,
     "user model assistant",
@@ -43,8 +45,12 @@ def byte_level() -> Tokenizer:
     return tokenizer
 
 
-def _sentencepiece() -> Tokenizer:
-    """A BPE with `▁` for spaces and byte fallback, as in converted SentencePiece models."""
+def _sentencepiece(*decoding: decoders.Decoder) -> Tokenizer:
+    """A BPE with `▁` for spaces and byte fallback, as in converted SentencePiece models.
+
+    Args:
+        decoding: the last steps of its decoder.
+    """
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trained.train_from_iterator(_CORPUS, trainers.BpeTrainer(vocab_size=200, show_progress=False))
@@ -55,7 +61,7 @@ def _sentencepiece() -> Tokenizer:
     description["model"] |= {"vocab": vocab, "byte_fallback": True}
     tokenizer = Tokenizer.from_str(json.dumps({**description, "added_tokens": [], "pre_tokenizer": None}))
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *decoding]
     )
     return tokenizer
 
@@ -69,7 +75,7 @@ def gemma_like() -> Tokenizer:
 
 def llama2_like() -> Tokenizer:
     """Adds `▁` before every stretch of text, also after each special token."""
-    tokenizer = gemma_like()
+    tokenizer = _sentencepiece(_STRIP)
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)]
     )
@@ -78,7 +84,7 @@ def llama2_like() -> Tokenizer:
 
 def mistral_like() -> Tokenizer:
     """Adds `▁` before the first stretch of text only, so a suffix that is encoded alone has one too many."""
-    tokenizer = _sentencepiece()
+    tokenizer = _sentencepiece(_STRIP)
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     return tokenizer
 

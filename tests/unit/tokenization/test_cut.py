@@ -67,6 +67,16 @@ _REPEATED = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|sep|>' }}{% endif %}"
 )
 
+# all but the last message are closed, and white space follows each
+_BETWEEN = _CHATML.replace("'<|im_end|>\n'", "('' if loop.last else '<|im_end|>') + '\n'")
+# more white space after calls than after texts
+_BLANKS = _HERMES.replace("'</tool_call>'", "'</tool_call>    '").replace("'<|im_end|>", "'  <|im_end|>")
+# a message of its own, and no header after the last one
+_OWN = (
+    "<|im_start|>Be good.<|im_end|>{% for m in messages %}"
+    "{{ '<|user|>' if m.role == 'user' else '<|asst|>' }}{{ m.content + '<|im_end|>' }}{% endfor %}"
+)
+
 
 def _user(content: str = "And?") -> dict[str, Any]:
     return {"role": "user", "content": content}
@@ -109,6 +119,9 @@ def tokenizers() -> dict[str, ChatTokenizer]:
             special=[*SPECIAL, "<|answered|>", "<|called|>"],
             stops=["<|eos|>", "<|answered|>", "<|called|>"],
         ),
+        "between": tokenizer_with(_BETWEEN),
+        "blanks": tokenizer_with(_BLANKS, plain=tools),
+        "own": tokenizer_with(_OWN, special=[*SPECIAL, "<|user|>", "<|asst|>"]),
         "repeated": tokenizer_with(_REPEATED, special=[*SPECIAL, "<|sep|>"]),
     }
 
@@ -121,6 +134,8 @@ _HEADER_REST = "\nAnd?<|im_end|>"
 _BOTH_REST = "<|im_end|>user\nAnd?<|im_end|><|im_end|>assistant\n"
 _OTHER_REST = "<|im_start|>user\nAnd?<|im_end|><|im_start|>assistant\n"
 _OTHER_RESULT = "<|im_start|>tool\nsun<|im_end|><|im_start|>assistant\n"
+_BLANKS_REST = _HERMES_REST.replace("<|im_end|>", "  <|im_end|>")
+_BETWEEN_REST = _CHATML_REST.replace("<|im_end|>", "")
 _REPEATED_REST = "<|im_start|>user<|sep|>And?<|sep|>message<|sep|><|im_end|><|im_start|>assistant<|sep|>"
 _LENGTH = {"finish_reason": "length"}
 
@@ -146,6 +161,10 @@ _AFTER_TEXT: dict[str, Row] = {
     "alternate stop for two tokens": ("two tokens", "<|eos|>", {}, "", _TWO_REST),
     "after a message of the template, alternate stop": ("announced", "<|eos|>", {}, "", _TWO_REST),
     "text with the other stop": ("other stop", "<|answered|>", {}, "", _OTHER_REST),
+    "close between messages": ("between", "<|im_end|>", {}, "", _BETWEEN_REST),
+    "close between messages, alternate stop": ("between", "<|eos|>", {}, "", _BETWEEN_REST),
+    "own message without a header at the end": ("own", "<|eos|>", {}, "", "<|user|>And?<|im_end|>"),
+    "own message, as length": ("own", "o", _LENGTH, "<|im_end|>", "<|user|>And?<|im_end|>"),
     "a token twice in the close": (
         "repeated", "o", _LENGTH, "<|sep|>message<|sep|><|im_end|>", _REPEATED_REST
     ),
@@ -158,6 +177,9 @@ _AFTER_CALLS: dict[str, Row] = {
     "no close, call as length": ("glm", "</tool_call>", _LENGTH, "", "<|observation|>" + _GLM_RESULT),
     "call with its own close": ("gptoss", "<|call|>", {}, "", _GPTOSS_RESULT),
     "call with its own close, as length": ("gptoss", "}", _LENGTH, "<|call|>", _GPTOSS_RESULT),
+    "white space after a call, as length": (
+        "blanks", "</tool_call>", _LENGTH, "      <|im_end|>", _BLANKS_REST
+    ),
     "call with the other stop": ("other stop", "<|called|>", {}, "", _OTHER_RESULT),
     "call with the other stop, as length": (
         "other stop", "}", _LENGTH, "<|im_end|><|called|>", _OTHER_RESULT
@@ -203,12 +225,19 @@ def test_reported_stop_token_ends_a_turn(tokenizers: dict[str, ChatTokenizer]) -
     assert appended_text(tokenizer, "o", [_user()], stop_reason=stop) == ("<|im_end|>", _CHATML_REST)
 
 
-def test_ambiguous_last_id_within_a_close_is_refused(tokenizers: dict[str, ChatTokenizer]) -> None:
-    """One of two equal tokens of the close, or the end of the prompt of a turn that was aborted at once."""
-    tokenizer = tokenizers["repeated"]
-    last = token_id(tokenizer, "<|sep|>")
-    with pytest.raises(TemplateUnsupported, match="how much of the turn's close was sampled"):
-        tokenizer.append([last], [_user()], history=_turn(), finish_reason="abort")
+@pytest.mark.parametrize(
+    "name, last, history, new, what",
+    [
+        # one of two equal tokens of the close, or the end of the prompt of a turn that was aborted at once
+        ("repeated", "<|sep|>", _turn(), [_user()], "of the turn's close"),
+        ("blanks", " ", _turn_with_calls(), [_RESULT], "white space after the calls"),
+    ],
+)
+def test_ambiguous_last_id_within_a_close_is_refused(
+    tokenizers: dict[str, ChatTokenizer], name: str, last: str, history: Any, new: Any, what: str
+) -> None:
+    with pytest.raises(TemplateUnsupported, match=f"the last id does not tell how much {what} was sampled"):
+        appended_text(tokenizers[name], last, new, history=history, finish_reason="abort")
 
 
 @pytest.mark.parametrize("stop, notes", [("<|return|>", ("turn_end_rewritten",)), ("<|end|>", ())])
@@ -221,18 +250,17 @@ def test_replaced_stop_is_noted(
 
 
 @pytest.mark.parametrize("backend", [None, gemma_like, llama2_like, mistral_like])
-def test_text_without_a_token_at_its_start_is_exact_or_refused(backend: Any) -> None:
-    """SentencePiece vocabularies encode text after a token differently from text at the start."""
-    tokenizer = tokenizer_with(_PLAIN_CLOSE.replace(" END", "END"), backend=backend and backend())
+@pytest.mark.parametrize("close", ["END", " ", "\n", "  END"])
+def test_text_without_a_token_at_its_start_has_the_ids_of_the_whole_rendering(
+    backend: Any, close: str
+) -> None:
+    """SentencePiece vocabularies add a space to a text that is encoded alone, which decoders take away."""
+    tokenizer = tokenizer_with(_PLAIN_CLOSE.replace(" END", close), backend=backend and backend())
     whole = tokenizer.render([*_turn(), _user()])
     end = token_id(tokenizer, "<|im_end|>")
     ids = tokenizer.append([end], [_user()]).suffix_ids
     assert whole[-len(ids) - 1 :] == [end, *ids]
     last = tokenizer.encode("Hello.")[-1]
-    if backend in (llama2_like, mistral_like):
-        with pytest.raises(TemplateUnsupported, match="puts a space before 'END"):
-            tokenizer.append([last], [_user()])
-    else:
-        appended = tokenizer.append([last], [_user()])
-        ids = appended.close_ids + appended.suffix_ids
-        assert whole[-len(ids) :] == list(ids)
+    appended = tokenizer.append([last], [_user()])
+    ids = appended.close_ids + appended.suffix_ids
+    assert whole[-len(ids) - 1 :] == [last, *ids]
