@@ -220,7 +220,7 @@ class ChatTokenizer:
         Args:
             identity: equal for engines that render alike.
         """
-        return replace(self, renderer=EngineRenderer(self._encoder, render, identity))
+        return replace(self, renderer=EngineRenderer(self._encoder, self._added, render, identity))
 
     def with_content_format(self, content_format: ContentFormat | None) -> "ChatTokenizer":
         """A tokenizer that shares the vocabulary of this one, and passes content to the template as given."""
