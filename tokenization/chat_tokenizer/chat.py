@@ -179,6 +179,7 @@ class ChatTokenizer:
         content_format: ContentFormat | None = None,
         default_template_kwargs: Mapping[str, Any] | None = None,
         needs_template: bool = True,
+        tekken: bool = False,
     ) -> "ChatTokenizer":
         """Load tokenizer and template from a folder or from the Hugging Face hub.
 
@@ -193,11 +194,15 @@ class ChatTokenizer:
                 An engine's are its `--default-chat-template-kwargs`.
             needs_template: whether a tokenizer without a chat template is refused; if not, use it with
                 `rendered_by_engine` only.
+            tekken: load Mistral's `tekken.json`, which has no template, also where there is a
+                `tokenizer.json`.
 
         Raises:
             TokenizerUnavailable: the tokenizer cannot be loaded, is not a fast one, or has no chat template.
         """
-        tokenizer, vocab_size, stop_ids = load_files(str(folder), chat_template, revision, trust_remote_code)
+        tokenizer, vocab_size, stop_ids = load_files(
+            str(folder), chat_template, revision, trust_remote_code, tekken
+        )
         if needs_template and not tokenizer.chat_template:
             raise TokenizerUnavailable(
                 f"the tokenizer in {str(folder)!r} has no chat template: pass one, or use a chat model"
@@ -219,7 +224,7 @@ class ChatTokenizer:
         Args:
             identity: equal for engines that render alike.
         """
-        return replace(self, renderer=EngineRenderer(self._encoder, render, identity))
+        return replace(self, renderer=EngineRenderer(self._encoder, self._added, render, identity))
 
     def with_content_format(self, content_format: ContentFormat | None) -> "ChatTokenizer":
         """A tokenizer that shares the vocabulary of this one, and passes content to the template as given."""

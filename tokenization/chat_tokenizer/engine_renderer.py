@@ -3,17 +3,21 @@
 vLLM renders the prompts of some models with Python code of its own: Mistral's, DeepSeek's, Kimi K3's, and
 gpt-oss' in Harmony. Only the engine knows how, and it returns ids. Their text is used like the rendering of a
 template, if the tokenizer gives the same ids for it; so the ids that are appended are always the engine's.
+Where it is proved how the engine prints new texts, they are put into an earlier rendering (`Forms`).
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from chat_tokenizer.added_tokens import AddedTokens
 from chat_tokenizer.encoder import Encoder
 from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported
+from chat_tokenizer.forms import Forms
 from chat_tokenizer.messages import Message
 from chat_tokenizer.renderer import RenderOptions
 from chat_tokenizer.syntax import Syntax
+from chat_tokenizer.turns import PLACEHOLDER_USER
 
 Render = Callable[[Sequence[Message], RenderOptions], list[int]]
 """Returns the ids that the engine renders. Raises InvalidMessages if it refuses the messages, and an error
@@ -41,15 +45,22 @@ class EngineRenderer:
     syntax = _SYNTAX
     own_arguments = _OWN_ARGUMENTS
 
-    def __init__(self, encoder: Encoder, render: Render, identity: bytes) -> None:
+    def __init__(self, encoder: Encoder, added: AddedTokens, render: Render, identity: bytes) -> None:
         """`identity`: equal for engines that render alike."""
         self.identity = identity
         self._encoder = encoder
         self._render = render
+        self._forms = Forms(encoder, added, self._engine_text)
 
     def text(self, messages: Sequence[Message], options: RenderOptions) -> str:
-        """See `Renderer.text`."""
-        ids = self._render([_for_engine(message) for message in messages], options)
+        """See `Renderer.text`. Real histories are always rendered by the engine: they audit the rest."""
+        given = [_for_engine(message) for message in messages]
+        if given[:1] == [PLACEHOLDER_USER] and given[1:]:
+            return self._forms.text(given, options)
+        return self._engine_text(given, options)
+
+    def _engine_text(self, messages: Sequence[Message], options: RenderOptions) -> str:
+        ids = self._render(messages, options)
         text = self._encoder.decode(ids)
         # texts that look like special tokens, halves of characters, and tokenisers that encode in parts
         if self._encoder.encode(text) != ids:

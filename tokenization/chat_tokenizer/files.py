@@ -10,7 +10,11 @@ from chat_tokenizer.template import merge_templates
 
 
 def load_files(
-    source: str, chat_template: str | None, revision: str | None, trust_remote_code: bool
+    source: str,
+    chat_template: str | None,
+    revision: str | None,
+    trust_remote_code: bool,
+    tekken: bool = False,
 ) -> tuple[Any, int, frozenset[int]]:
     """Load from a folder or the hub. Arguments and errors are those of `ChatTokenizer.load`.
 
@@ -18,10 +22,10 @@ def load_files(
         the transformers tokenizer with its chat template, if it has one, the size of the vocabulary, and the
         ids that end a turn: the tokenizer's EOS, and `eos_token_id` of the generation config.
     """
-    tokenizer = _tokenizer(source, revision, trust_remote_code)
+    tokenizer = _tekken(source, revision) if tekken else _tokenizer(source, revision, trust_remote_code)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
-    else:
+    elif not tekken:
         # multimodal models may keep the template that their processor uses in a file of its own
         legacy = _config(source, "chat_template.json", revision)
         processor = _config(source, "processor_config.json", revision).get("chat_template")
@@ -45,16 +49,21 @@ def _tokenizer(source: str, revision: str | None, trust_remote_code: bool) -> An
             source, revision=revision, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
-        if (tekken := _file(source, NAME, revision)) is not None:
-            return load_tekken(tekken)
-        raise TokenizerUnavailable(f"cannot load a tokenizer from {source!r}: {error}") from error
+        return _tekken(source, revision, f"cannot load a tokenizer from {source!r}: {error}")
     if getattr(tokenizer, "backend_tokenizer", None) is not None:
         return tokenizer
-    if (tekken := _file(source, NAME, revision)) is not None:
-        return load_tekken(tekken)
-    raise TokenizerUnavailable(
-        f"{source!r} has no fast tokenizer: convert it, so that it has a tokenizer.json"
+    return _tekken(
+        source,
+        revision,
+        f"{source!r} has no fast tokenizer: convert it, so that it has a tokenizer.json",
     )
+
+
+def _tekken(source: str, revision: str | None, problem: str = f"there is no {NAME}") -> Any:
+    """Mistral's own vocabulary. Raises TokenizerUnavailable with `problem` if there is none."""
+    if (file := _file(source, NAME, revision)) is None:
+        raise TokenizerUnavailable(problem)
+    return load_tekken(file)
 
 
 def _config(source: str, name: str, revision: str | None) -> dict[str, Any]:

@@ -32,12 +32,21 @@ class Marks:
 
 
 def unused_marks(*arguments: object) -> Marks:
-    """Create words that occur in none of the arguments and are random, so that no client can predict them."""
-    source = serialized(arguments)
-    while True:
-        nonce = f"{random.getrandbits(40):010x}"
-        if nonce.encode() not in source:
-            return Marks(nonce)
+    """Create words that occur in none of the arguments and are random, so that no client can predict them.
+
+    They are mostly the same ones, so that conversations that differ in nothing else are equal.
+    """
+    source, nonce = serialized(arguments), _NONCE
+    while nonce.encode() in source:
+        nonce = _new_nonce()
+    return Marks(nonce)
+
+
+def _new_nonce() -> str:
+    return f"{random.getrandbits(40):010x}"
+
+
+_NONCE = _new_nonce()
 
 
 def with_marks(

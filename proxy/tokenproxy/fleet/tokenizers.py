@@ -13,11 +13,12 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from chat_tokenizer import ChatTokenizer, TokenizationError
+from chat_tokenizer import ChatTokenizer, TokenizationError, TokenizerUnavailable
 from chat_tokenizer.cache import digest
 from chat_tokenizer.messages import Message
 from chat_tokenizer.renderer import RenderOptions
@@ -115,10 +116,9 @@ class Tokenizers:
         return tokenizer
 
     def forget(self, engine: Engine) -> None:
-        """Ask an engine for no renderings until it is examined again."""
+        """Ask an engine for no renderings until it is examined again. Its credential may have changed."""
         for _, renderings in self._by_engines.values():
-            if engine in renderings.engines:
-                renderings.engines.remove(engine)
+            renderings.engines[:] = [each for each in renderings.engines if each.name != engine.name]
 
     async def _find_alike(self, candidates: list[ChatTokenizer], engine: Engine) -> ChatTokenizer:
         """The first tokenizer that renders the same ids as the engine, or one that asks the engine.
@@ -142,7 +142,7 @@ class Tokenizers:
                     return candidate
         route = await find_route(engine, prompts)
         if route is None and compared:
-            raise _mismatch(candidates[0], engine)
+            raise _mismatch(with_template[0], engine)
         if route is None:
             raise Unsupported(
                 f"the engine {engine.name} renders no conversation to compare the tokenizer with: "
@@ -150,7 +150,12 @@ class Tokenizers:
                 param="append_messages",
                 code="tokenizer_unchecked",
             )
-        return await self._rendered_by(candidates[0], engine, route)
+        try:
+            return await self._rendered_by(candidates[0], engine, route)
+        except Unsupported:
+            if candidates[0].has_template or not with_template:
+                raise
+            return await self._rendered_by(with_template[0], engine, route)
 
     async def _rendered_by(
         self, tokenizer: ChatTokenizer, engine: Engine, route: RenderRoute
@@ -184,12 +189,19 @@ class Tokenizers:
         return asking
 
     def _load(self, source: str) -> list[ChatTokenizer]:
-        """The tokenizer; if no content format is configured, followed by one with each format."""
+        """The tokenizer; if no content format is configured, followed by one with each format.
+
+        First comes Mistral's own vocabulary, with which vLLM's `--tokenizer-mode mistral` renders.
+        """
         tokenizer = self._load_one(source)
+        candidates = [tokenizer, *map(tokenizer.with_content_format, self._other_formats)]
+        if tokenizer.has_template:
+            with suppress(TokenizerUnavailable):
+                candidates.insert(0, self._load_one(source, chat_template=None, tekken=True))
         # a vocabulary and the libraries that read it are a million objects that live as long as the process:
         # a full garbage collection that visits them blocks the event loop for 0.2 s
         gc.freeze()
-        return [tokenizer, *map(tokenizer.with_content_format, self._other_formats)]
+        return candidates
 
     def _prove(self, tokenizer: ChatTokenizer) -> None:
         try:

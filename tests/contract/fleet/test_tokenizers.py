@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import normalizers
+from transformers import AutoTokenizer
 
 from tests.support.fake_vllm import Canned, FakeVllm
 from tests.support.tiny_model import CHATML, TinyModel
@@ -12,7 +14,10 @@ from tests.support.utils import run_proxy
 from tokenproxy.base.errors import EngineBroken, RendererUnavailable, Unsupported
 from tokenproxy.engine.discovery import Model
 from tokenproxy.engine.http import HttpEngine
+from tokenproxy.engine.protocol import EngineWithCredential
+from tokenproxy.fleet.replica import Replica
 from tokenproxy.fleet.tokenizers import Tokenizers
+from tokenproxy.monitoring.metrics import Metrics
 
 _MISSING = Model("tiny", "/no/such/folder", None)
 
@@ -85,15 +90,16 @@ async def test_engine_renders_where_its_template_is_another(
 async def test_engine_that_renders_otherwise_since_is_asked_no_more(
     engine: HttpEngine, model: Model, mortal: FakeVllm
 ) -> None:
-    """Not for what was appended with its earlier renderings, nor while it is down."""
+    """Not for what was appended with its earlier renderings, nor after it left the fleet."""
     tokenizers, found = Tokenizers(), []
     for role in ("upper", "title"):
         mortal.chat_template = CHATML.replace("message.role + ", f"message.role | {role} + ")
-        found.append(await tokenizers.find(engine, model))
+        lent = EngineWithCredential(engine, (b"authorization", role.encode()))
+        found.append(await tokenizers.find(lent, model))
     assert found[0].fingerprint != found[1].fingerprint
     messages = [{"role": "user", "content": "Hi"}]
     assert "User" in found[1].decode(await asyncio.to_thread(found[1].render, messages))
-    tokenizers.forget(engine)
+    await Replica(engine, tokenizers, Metrics(), 5.0).stop()
     for tokenizer in found:
         with pytest.raises(RendererUnavailable):
             await asyncio.to_thread(tokenizer.render, messages)
@@ -121,6 +127,22 @@ def test_messages_of_anthropics_api_continue_what_the_engine_renders(mortal: Fak
             assert answer.headers["x-prompt-source"] == source
             turn = {"role": "assistant", "content": answer.json()["content"]}
             body["messages"] += [turn, {"role": "user", "content": "And?"}]
+
+
+@pytest.mark.parametrize("fits", [True, False])
+async def test_mistrals_own_vocabulary_comes_first_where_it_has_the_engines_ids(
+    engine: HttpEngine, model: Model, mortal: FakeVllm, monkeypatch: pytest.MonkeyPatch, fits: bool
+) -> None:
+    mortal.chat_template = CHATML.replace("message.role + ", "message.role | upper + ")
+    tekken = AutoTokenizer.from_pretrained(model.root)
+    tekken.chat_template = None
+    tekken.add_tokens("[TEKKEN]")
+    if not fits:
+        tekken.backend_tokenizer.normalizer = normalizers.Lowercase()
+    monkeypatch.setattr("chat_tokenizer.files._tekken", lambda *_: tekken)
+    found = await Tokenizers().find(engine, model)
+    assert found.engine_renders
+    assert (len(found.encode("[TEKKEN]")) == 1) is fits
 
 
 async def test_conversations_that_the_template_refuses_are_skipped(

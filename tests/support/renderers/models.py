@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.renderers.pieces import words
+
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / ".cache" / "renderers"
 _TOKENIZERS = ROOT / ".cache" / "templates"
@@ -67,43 +69,29 @@ _MISTRAL_COMMON = "mistral_common==1.12.0"
 
 _DEEPSEEK_MARKERS = {128798: "<think>", 128799: "</think>"}
 """Placeholders of DeepSeek V3's tokenizer that later models use."""
-_DEEPSEEK_ADDED = (
-    "\uff5cDSML\uff5c",
-    "<\uff5cSystem\uff5c>",
-    "<\uff5clatest_reminder\uff5c>",
-    "<\uff5cdeepseek_image\uff5c>",
+_DEEPSEEK_ADDED = words(
+    "\uff5cDSML\uff5c <\uff5cSystem\uff5c> <\uff5clatest_reminder\uff5c> <\uff5cdeepseek_image\uff5c>"
 )
 _MISTRAL_SPECIAL = (
-    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
-    *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]"),
-    *("[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
-    *(f"<SPECIAL_{rank}>" for rank in range(20, 32)),
-    *("[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]", "[MODEL_SETTINGS]", "[/MODEL_SETTINGS]"),
+    *words(
+        "<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS]"
+    ),
+    *words("[TOOL_CALLS] [IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT]"),
+    *("[/SYSTEM_PROMPT]", "[TOOL_CONTENT]", *(f"<SPECIAL_{rank}>" for rank in range(20, 32))),
+    *words("[ARGS] [CALL_ID] [THINK] [/THINK] [MODEL_SETTINGS] [/MODEL_SETTINGS]"),
 )
 """By rank. mistral-common's own vocabularies end with version 3, and its code knows all versions."""
 _INKLING_MARKERS = (
-    *("<|message_user|>", "<|message_model|>", "<|message_system|>", "<|message_tool|>", "<|content_text|>"),
-    *(
-        "<|content_image|>",
-        "<|content_model_end_sampling|>",
-        "<|content_thinking|>",
-        "<|content_audio_input|>",
-    ),
-    *("<|unused_200024|>", "<|content_invoke_tool_json|>", "<|end_message|>", "<|audio_end|>"),
+    *words("<|message_user|> <|message_model|> <|message_system|> <|message_tool|> <|content_text|>"),
+    *words("<|content_image|> <|content_model_end_sampling|> <|content_thinking|> <|content_audio_input|>"),
+    *words("<|unused_200024|> <|content_invoke_tool_json|> <|end_message|> <|audio_end|>"),
 )
 _COHERE_MARKERS = (
-    *(
-        "<BOS_TOKEN>",
-        "<|START_OF_TURN_TOKEN|>",
-        "<|END_OF_TURN_TOKEN|>",
-        "<|SYSTEM_TOKEN|>",
-        "<|USER_TOKEN|>",
-    ),
-    *("<|CHATBOT_TOKEN|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
-    *("<|START_THINKING|>", "<|END_THINKING|>", "<|START_ACTION|>", "<|END_ACTION|>"),
-    *("<|START_TOOL_RESULT|>", "<|END_TOOL_RESULT|>"),
+    *words("<BOS_TOKEN> <|START_OF_TURN_TOKEN|> <|END_OF_TURN_TOKEN|> <|SYSTEM_TOKEN|> <|USER_TOKEN|>"),
+    *words("<|CHATBOT_TOKEN|> <|START_RESPONSE|> <|END_RESPONSE|> <|START_TEXT|> <|END_TEXT|>"),
+    *words("<|START_THINKING|> <|END_THINKING|> <|START_ACTION|> <|END_ACTION|>"),
+    *words("<|START_TOOL_RESULT|> <|END_TOOL_RESULT|>"),
 )
-_KIMI_MARKERS = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>", "[BOS]", "[EOS]")
 
 
 @dataclass(frozen=True)
@@ -163,17 +151,8 @@ class RendererModel:
             (self.folder / "generation_config.json").write_text(json.dumps(ends))
             stamp.write_text(_RECIPE)
         if self.package and not (self.modules / "installed").exists():
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "--no-deps",
-                "--target",
-                str(self.modules),
-            ]
-            if subprocess.run([*command, self.package], check=False).returncode != 0:
+            options = f"-m pip install --quiet --no-deps --target {self.modules}".split()
+            if subprocess.run([sys.executable, *options, self.package], check=False).returncode != 0:
                 pytest.skip(f"{self.package} cannot be installed")
             (self.modules / "installed").touch()
         return self.folder

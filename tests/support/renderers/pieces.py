@@ -26,6 +26,11 @@ Layout = Callable[[Sequence[Message], Sequence[Message], Mapping[str, Any]], Pie
 """From messages, declared tools and template arguments, with `add_generation_prompt` among them."""
 
 
+def words(text: str) -> list[str]:
+    """Markers that are written in one text."""
+    return text.split()
+
+
 def text_of(content: Any, between: str = "\n\n") -> str:
     """The text of a message's content, which may be parts."""
     return between.join(part["text"] for part in content) if isinstance(content, list) else content or ""

@@ -8,33 +8,26 @@ from typing import Any, Self
 from tokenizers import AddedToken
 
 from tests.support.renderers.layouts import LAYOUTS
-from tests.support.renderers.pieces import CUT, Marker, Message, Pieces
+from tests.support.renderers.pieces import CUT, Marker, Message, Pieces, words
 from tests.support.tiny_model import END, TinyModel, make_tiny_model
 
 _ENDS = ("</s>", "<\uff5cend▁of▁sentence\uff5c>", "<|content_model_end_sampling|>")
 """What ends a turn in each layout; the tiny vocabulary has one such token."""
 _MARKERS = {
-    "mistral": (
-        *("<s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[SYSTEM_PROMPT]"),
-        *("[/SYSTEM_PROMPT]", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[TOOL_RESULTS]", "[TOOL_CONTENT]"),
-        *("[/TOOL_RESULTS]", "[THINK]", "[/THINK]"),
+    "mistral": words(
+        "<s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] "
+        "[TOOL_CALLS] [CALL_ID] [ARGS] [TOOL_RESULTS] [TOOL_CONTENT] [/TOOL_RESULTS] [THINK] [/THINK]"
     ),
-    "deepseek": (
-        *(
-            "<\uff5cbegin▁of▁sentence\uff5c>",
-            "<\uff5cUser\uff5c>",
-            "<\uff5cAssistant\uff5c>",
-            "\uff5cDSML\uff5c",
-            "<think>",
-            "</think>",
-        ),
+    "deepseek": words(
+        "<\uff5cbegin▁of▁sentence\uff5c> <\uff5cUser\uff5c> <\uff5cAssistant\uff5c> "
+        "\uff5cDSML\uff5c <think> </think>"
     ),
-    "harmony": ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"),
-    "inkling": (
-        *("<|message_user|>", "<|message_model|>", "<|message_system|>", "<|message_tool|>"),
-        *("<|content_text|>", "<|content_thinking|>", "<|unused_200024|>", "<|content_invoke_tool_json|>"),
-        "<|end_message|>",
+    "harmony": words("<|start|> <|channel|> <|message|> <|end|> <|call|>"),
+    "inkling": words(
+        "<|message_user|> <|message_model|> <|message_system|> <|message_tool|> <|content_text|> "
+        "<|content_thinking|> <|unused_200024|> <|content_invoke_tool_json|> <|end_message|>"
     ),
+    "kimi": words("<|open|> <|close|> <|sep|>"),
 }
 """By the first word of a layout's name."""
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from chat_tokenizer import ChatTokenizer, TemplateUnsupported
+from chat_tokenizer import ChatTokenizer, InvalidMessages, TemplateUnsupported
 from chat_tokenizer.messages import Message
 from chat_tokenizer.renderer import RenderOptions
+from chat_tokenizer.turns import PLACEHOLDER_USER
 from tests.unit.tokenization.in_memory import token_id, tokenizer_with
 
 _HARMONY = (
@@ -28,8 +29,8 @@ _SYSTEM = {"role": "system", "content": "Brief."}
 class _Engine:
     """Renders with a template that the tokenizer does not have."""
 
-    def __init__(self) -> None:
-        self.inner = tokenizer_with(_HARMONY, special=_SPECIAL, stops=("<|return|>",))
+    def __init__(self, template: str = _HARMONY) -> None:
+        self.inner = tokenizer_with(template, special=_SPECIAL, stops=("<|return|>",))
         self.rendered: list[Sequence[Message]] = []
         self.down = False
 
@@ -47,6 +48,10 @@ def engine() -> _Engine:
 
 @pytest.fixture
 def tokenizer(engine: _Engine) -> ChatTokenizer:
+    return _asking(engine)
+
+
+def _asking(engine: _Engine) -> ChatTokenizer:
     without = tokenizer_with("", special=_SPECIAL, stops=("<|return|>",))
     assert not without.has_template
     return without.rendered_by_engine(engine, b"1")
@@ -77,9 +82,7 @@ def test_append_ends_as_the_engines_rendering(
     assert cut.suffix_ids == appended.suffix_ids
 
 
-def test_proved_appends_render_no_history_and_equal_ones_nothing(
-    engine: _Engine, tokenizer: ChatTokenizer
-) -> None:
+def test_proved_appends_render_no_history(engine: _Engine, tokenizer: ChatTokenizer) -> None:
     tokenizer.prove()
     history = [{"role": "user", "content": "long ago"}, _ANSWERED, _QUESTION, _ANSWERED]
 
@@ -89,7 +92,7 @@ def test_proved_appends_render_no_history_and_equal_ones_nothing(
         tokenizer.append([65], new, history=history, **options)
         return [len(messages) for messages in engine.rendered]
 
-    assert max(rendered([{"role": "user", "content": "new"}])) == 3
+    assert max(rendered([{"role": "user", "content": "new"}]), default=0) <= 3
     assert rendered([{"role": "user", "content": "new"}]) == []
     # not tried by the proof, because there is no source to read what they change
     for new, options in (
@@ -98,6 +101,46 @@ def test_proved_appends_render_no_history_and_equal_ones_nothing(
         ([_RESULT], {}),
     ):
         assert 5 in rendered(new, **options)
+
+
+@pytest.mark.parametrize(
+    "printed, asks",
+    [
+        ("{{ m.tool_call_id }}{{ m.content }}", False),
+        ("{{ m.tool_call_id | length }}{{ m.content }}{{ m.content }}", False),
+        ("{{ m.content | trim }}", True),
+        ("{{ m.content | replace('1.50', '1.5') }}", True),
+        ("{{ m.content }}{{ m.content | length }}", True),
+        ("{{ m.content }}{% if '{' in m.content %}json{% endif %}", True),
+        ("{{ m.tool_call_id | upper }}", True),
+    ],
+)
+def test_engine_is_not_asked_where_it_prints_new_texts_as_they_are(printed: str, asks: bool) -> None:
+    engine = _Engine(_HARMONY.replace("{{ m.content or '' }}", f"{{% if m.content %}}{printed}{{% endif %}}"))
+    tokenizer = _asking(engine)
+
+    def asked(number: int, text: str) -> bool:
+        call_id = f"call{number:05}"
+        called = {**_CALLED, "content": "", "tool_calls": [{**_CALL, "id": call_id}]}
+        result = {**_RESULT, "tool_call_id": call_id, "content": text}
+        messages = [PLACEHOLDER_USER, called, result, {"role": "user", "content": f" And {number}?\n"}]
+        engine.rendered.clear()
+        assert tokenizer.text(messages) == engine.inner.text(messages)
+        return bool(engine.rendered)
+
+    assert all(asked(number, "17 °C") for number in range(4))
+    assert [asked(number, f'\n{{"t": {number}.50}} ') for number in range(4, 6)] == [asks, asks]
+    # the text of a special token, and no text
+    assert asked(6, "<|end|>") and asked(7, " \n")
+
+
+def test_form_that_the_engine_refuses_is_refused_without_it() -> None:
+    engine = _Engine("{% for m in messages %}{{ m.content }}{% endfor %}{{ messages[2].content }}")
+    tokenizer = _asking(engine)
+    for _ in range(2):
+        with pytest.raises(InvalidMessages):
+            tokenizer.text([PLACEHOLDER_USER, _ANSWERED])
+    assert len(engine.rendered) == 1
 
 
 def test_text_without_the_engines_ids_is_refused(engine: _Engine, tokenizer: ChatTokenizer) -> None:

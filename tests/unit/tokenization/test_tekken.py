@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from chat_tokenizer import ChatTokenizer, TokenizerUnavailable
+from tests.unit.tokenization.in_memory import tokenizer_with
 
 _WORDS = (b"he", b"ll", b"hell", b"o ", b"\xe5\x9b", b"\xe5\x9b\x9b")
 
@@ -55,3 +56,17 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TokenizerUnavailable, match="has no chat template"):
         _load(tmp_path, _content())
         ChatTokenizer.load(tmp_path)
+
+
+def test_vocabulary_of_the_template_comes_first_unless_asked(tmp_path: Path) -> None:
+    own = tokenizer_with("{{ messages }}")
+    (tmp_path / "tokenizer.json").write_text(own._encoder.description)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": "{{ messages }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "tekken.json").write_text(json.dumps(_content()))
+    assert ChatTokenizer.load(tmp_path).encode("hell") == own.encode("hell")
+    asked = ChatTokenizer.load(tmp_path, tekken=True, needs_template=False)
+    assert (asked.encode("hell"), asked.has_template) == ([30 + 256 + _WORDS.index(b"hell")], False)
+    (tmp_path / "tekken.json").unlink()
+    with pytest.raises(TokenizerUnavailable, match=r"no tekken\.json"):
+        ChatTokenizer.load(tmp_path, tekken=True)
