@@ -18,6 +18,11 @@ _THINKING: tuple[dict[str, Any], ...] = (
     {"reasoning_effort": "low"},
     {"drop_thinking": False},
 )
+_RECORDED = (
+    *("content", "content after system", "reasoning", "call", "content and call", "reasoning and call"),
+    *("parallel calls, results swapped", "call, then result and user", "one result is missing"),
+    *("system in the middle", "users in a row", "list content", "new system message"),
+)
 _PREAMBLES = {"deepseek": Marker("<\uff5cUser\uff5c>"), "harmony": Marker("<|start|>")}
 """What the first message of a user begins with, in layouts that abridge all before it."""
 
@@ -95,14 +100,22 @@ def after_preamble(layout: str, pieces: Pieces) -> Pieces:
     return pieces[next(index for index in starts if layout != "harmony" or pieces[index + 1] == "user") :]
 
 
+def recorded_cells(layout: str) -> Iterator[Cell]:
+    """Those whose renderings by the engine are recorded."""
+    for cell in cells(layout):
+        shape, _, rest = cell.name.partition(" + ")
+        if shape in _RECORDED and (rest != "0" or shape == "call") and not rest.startswith("0 {"):
+            yield cell
+
+
 _END = {
     "mistral": Marker("</s>"),
     "deepseek": Marker("<\uff5cend\u2581of\u2581sentence\uff5c>"),
     "inkling": Marker("<|content_model_end_sampling|>"),
 }
 """What ends a turn, and no other message."""
-_HARMONY_PROMPT = 2
-"""The number of pieces of Harmony's generation prompt; all its messages end alike."""
+_PROMPTS = {"harmony": 2, "kimi": 6}
+"""The number of pieces of a generation prompt, where all messages end alike."""
 
 
 def appended_pieces(
@@ -116,8 +129,9 @@ def appended_pieces(
     render = LAYOUTS[layout]
     plain = [_plain(message) if message["role"] == "assistant" else message for message in history]
     pieces = render([*plain, *new], tools, options)
-    if (end := _END.get(layout.split("_")[0])) is None:
-        return pieces[len(render(plain, tools, options)) - _HARMONY_PROMPT :]
+    family = layout.split("_")[0]
+    if (end := _END.get(family)) is None:
+        return pieces[len(render(plain, tools, options)) - _PROMPTS[family] :]
     return pieces[len(pieces) - pieces[::-1].index(end) :]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.support.renderers.deepseek import deepseek_v4, deepseek_v32
+from tests.support.renderers.kimi import kimi_k3
 from tests.support.renderers.mistral import mistral
 from tests.support.renderers.pieces import (
     CUT,
@@ -134,5 +135,6 @@ LAYOUTS: dict[str, Layout] = {
     "deepseek_v4": deepseek_v4,
     "harmony": harmony,
     "inkling": inkling,
+    "kimi_k3": kimi_k3,
 }
 """By the name of the model."""

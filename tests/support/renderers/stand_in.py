@@ -11,7 +11,7 @@ from tests.support.renderers.layouts import LAYOUTS
 from tests.support.renderers.pieces import CUT, Marker, Message, Pieces, words
 from tests.support.tiny_model import END, TinyModel, make_tiny_model
 
-_ENDS = ("</s>", "<\uff5cend▁of▁sentence\uff5c>", "<|content_model_end_sampling|>")
+_ENDS = ("</s>", "<\uff5cend▁of▁sentence\uff5c>", "<|content_model_end_sampling|>", "<|end_of_msg|>")
 """What ends a turn in each layout; the tiny vocabulary has one such token."""
 _MARKERS = {
     "mistral": words(
