@@ -24,6 +24,7 @@ from chat_tokenizer.errors import (
     TemplateUnsupported,
     TokenizationError,
     TokenizerUnavailable,
+    UnfinishedTurn,
 )
 from chat_tokenizer.splice import replace_prefix_tokens
 
@@ -38,6 +39,7 @@ __all__ = [
     "TemplateUnsupported",
     "TokenizationError",
     "TokenizerUnavailable",
+    "UnfinishedTurn",
     "canonical",
     "chain",
     "replace_prefix_tokens",

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from chat_tokenizer.added_tokens import AddedTokens
 from chat_tokenizer.append import (
@@ -28,7 +28,7 @@ from chat_tokenizer.cache import BoundedCache, CacheInfo, digest
 from chat_tokenizer.discovery import Discovery, TurnTail
 from chat_tokenizer.encoder import NO_LIMIT, Encoder, Limit
 from chat_tokenizer.engine_renderer import EngineRenderer, Render
-from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported, TokenizerUnavailable
+from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported, TokenizerUnavailable, UnfinishedTurn
 from chat_tokenizer.files import load_files
 from chat_tokenizer.messages import Message, Tools, check_types, for_template
 from chat_tokenizer.proof import Proof, load_proof, proof_key, store_proof
@@ -36,6 +36,7 @@ from chat_tokenizer.renderer import Renderer, RenderOptions
 from chat_tokenizer.template import Template
 from chat_tokenizer.traits import ContentFormat
 
+Unfinished = Literal["close", "continue", "reject"]
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 """Efforts of reasoning with thinking."""
 
@@ -257,6 +258,7 @@ class ChatTokenizer:
         tools: Tools | None = None,
         finish_reason: str | None = "stop",
         stop_reason: str | int | None = None,
+        unfinished: Unfinished = "close",
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
         limit: Limit = NO_LIMIT,
@@ -276,10 +278,11 @@ class ChatTokenizer:
                 details of earlier messages next to new ones, and for a new system message after a developer
                 message.
             tools: tools declared to the template.
-            finish_reason: how the turn ended, as the engine reports it. A turn that was cut off by its token
-                limit, a stop string or an abort is closed with ids that were not sampled: mask them in the
-                loss.
+            finish_reason: how the turn ended, as the engine reports it.
             stop_reason: the stop string or stop token that ended the turn, as vLLM reports it.
+            unfinished: how to treat a turn cut off by its token limit, a stop string or an abort: "close" it
+                with ids that were never sampled (mask them in the loss), "continue" it (without new
+                messages), or "reject" it.
             add_generation_prompt: end the prompt with the header of the next assistant turn.
             template_kwargs: variables of the template; every name is allowed but those that `reserved`
                 returns.
@@ -289,10 +292,21 @@ class ChatTokenizer:
             InvalidIds: `prompt_ids` is empty.
             InvalidMessages: the template refuses the new messages.
             TemplateUnsupported: the template does not determine the ids to append.
+            UnfinishedTurn: the turn was cut off, and `unfinished` is "reject".
             TooManyIds, Stopped: as `Encoder.encode`.
         """
         last_id = checked_last_id(prompt_ids)
         cut_off = finish_reason in ("length", "abort") or isinstance(stop_reason, str)
+        if cut_off and unfinished == "reject":
+            raise UnfinishedTurn(
+                f"the turn was cut off ({stop_reason or finish_reason}): drop it, or close or continue it"
+            )
+        if cut_off and unfinished == "continue":
+            if new_messages:
+                raise InvalidMessages(
+                    "a turn that is continued takes no new messages: pass none, or close the turn"
+                )
+            return Appended(prompt_ids, [], [])
         check_types(new_messages, history, tools, template_kwargs)
         if not new_messages:
             raise InvalidMessages("must not be empty")

@@ -4,6 +4,7 @@ TokenizationError
 ├── InvalidIds            the ids are not a non-empty list of non-negative integers
 ├── InvalidMessages       the messages cannot be rendered by this template
 ├── TemplateUnsupported   the template gives no safe place to append after a sampled turn
+├── UnfinishedTurn        the turn was cut off, and the caller rejects such turns
 ├── PrefixMismatch        the recorded ids are not those of the given history
 ├── TooManyIds            a text has more ids than its caller allows
 └── TokenizerUnavailable  no tokenizer or chat template could be loaded
@@ -24,6 +25,10 @@ class InvalidMessages(TokenizationError):
 
 class TemplateUnsupported(TokenizationError):
     """The template gives no safe place to append after a sampled turn."""
+
+
+class UnfinishedTurn(TokenizationError):
+    """The turn was cut off, and the caller rejects such turns (`unfinished="reject"`)."""
 
 
 class PrefixMismatch(TokenizationError):

@@ -6,7 +6,7 @@ from tests.support.templates.corpus import sample
 from tests.support.templates.families import FAMILY_OF, template_files
 from tests.support.templates.matrix import trial
 from tests.support.templates.oracle import Undecided
-from tests.support.templates.pairing import Pairing, pairing, real_pairings, sentencepiece, trl_pairings
+from tests.support.templates.pairing import Pairing, real_pairings, sentencepiece, trl_pairings
 from tests.support.templates.report import PAGE, table
 from tests.support.templates.shapes import SHAPES
 from tests.support.templates.verdicts import FINDINGS, Verdict, describe
