@@ -26,6 +26,7 @@ from msgspec.structs import replace
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.store import (
     DOCUMENTS,
+    Before,
     Evicted,
     Found,
     IndexEntry,
@@ -242,12 +243,12 @@ class GuardedStore:
         return found
 
     async def put(
-        self, space: str, name: str, value: bytes, *, keep_s: float | None = None, **before: bytes | None
+        self, space: str, name: str, value: bytes, *, keep_s: float | None = None, before: Before = ...
     ) -> bool:
         """See `Store.put`. A document that the store does not take in time is stored later."""
         try:
             return await self._call(
-                "put", lambda: self._store.put(space, name, value, keep_s=keep_s, **before)
+                "put", lambda: self._store.put(space, name, value, keep_s=keep_s, before=before)
             )
         except StoreError as error:
             if space != DOCUMENTS or not self._backlog.add_document(name, value, keep_s):

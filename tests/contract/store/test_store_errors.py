@@ -128,7 +128,7 @@ def _damage(url: str, turn: str, damage: Callable[[bytes], bytes]) -> None:
     if url.startswith("redis"):
         with redis.Redis.from_url(url) as client:
             key = "tokenproxy:{s/a}:turns"
-            client.hset(key, turn, damage(client.hget(key, turn)))  # type: ignore[arg-type]
+            client.hset(key, turn, damage(client.hget(key, turn)))
             client.hset("tokenproxy:{sessions}:rollout:c", "reward:", "x")
         return
     with closing(sqlite3.connect(url.removeprefix("sqlite://"))) as connection, connection:

@@ -216,7 +216,7 @@ class Generated:
         backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in _PLAIN])
         fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=_EOS)
         fast.chat_template = self.recipe.source()
-        stops = frozenset(backend.token_to_id(stop) for stop in self.recipe.stops)
+        stops = frozenset(fast.convert_tokens_to_ids(self.recipe.stops))
         return ChatTokenizer("generated", len(fast), fast, Encoder(backend.to_str()), stops)
 
     @cached_property
