@@ -17,10 +17,10 @@ _TESTS = Path(__file__).parents[1]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give every test the time limit of its layer."""
+    """Give every test the time limit of its layer, but one that states its own."""
     for item in items:
         limit_s = LIMIT_S.get(item.path.relative_to(_TESTS).parts[0])
-        if limit_s is not None:
+        if limit_s is not None and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(limit_s))
 
 

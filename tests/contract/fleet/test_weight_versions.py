@@ -17,6 +17,7 @@ from tests.support.tiny_model import HI, TinyModel
 from tests.support.utils import run_proxy, wait_until
 from tokenproxy.fleet.health import FleetWatch
 from tokenproxy.fleet.weight_tags import WeightTag
+from tokenproxy.turn import stream
 
 _BEFORE = 3
 """Ids of each turn that the first weights sample."""
@@ -64,6 +65,7 @@ def test_turns_that_an_update_interrupts_carry_both_versions(
 ) -> None:
     """Where a stream was is known to the process that runs the update, unless it is too busy to see it."""
     monkeypatch.setattr(FleetWatch, "was_late", False)
+    monkeypatch.setattr(stream, "_QUIET_S", 0.0)  # the engines update faster than real ones
     engines = start(2)
     store = f"sqlite://{tmp_path}/turns.db"
     streams, whole = [f"stream-{number}" for number in range(4)], ["whole-0", "whole-1"]
