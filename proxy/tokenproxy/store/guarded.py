@@ -245,7 +245,7 @@ class GuardedStore:
     async def put(
         self, space: str, name: str, value: bytes, *, keep_s: float | None = None, before: Before = ...
     ) -> bool:
-        """See `Store.put`. A document that the store does not take in time is stored later."""
+        """See `Store.put`. False for a document that the store does not take in time: it is stored later."""
         try:
             return await self._call(
                 "put", lambda: self._store.put(space, name, value, keep_s=keep_s, before=before)
@@ -254,7 +254,7 @@ class GuardedStore:
             if space != DOCUMENTS or not self._backlog.add_document(name, value, keep_s):
                 raise
             self._recover_from(error)
-            return True
+            return False
 
     async def get(self, space: str, names: Sequence[str] | None = None) -> dict[str, bytes]:
         """See `Store.get`."""

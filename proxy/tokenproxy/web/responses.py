@@ -63,14 +63,14 @@ class _Stored:
         return {asked[name]: content for name, content in found.items()}
 
     async def keep(self, name: str, content: bytes) -> bool:
-        """Store a document; False after a failure, which is logged and counted."""
+        """Store a document; False if that comes later, or after a failure, which is logged and counted."""
         try:
             store, document = self._history.store, session_id(self._tenant, name)
-            await store.put(DOCUMENTS, document, content, keep_s=store.limits.max_age_s, before=None)
+            keep_s = store.limits.max_age_s
+            return await store.put(DOCUMENTS, document, content, keep_s=keep_s, before=None)
         except StoreError as error:
             error.report(self._history.metrics, "a response is not stored")
             return False
-        return True
 
 
 class OneResponse(StoreRoute):

@@ -35,7 +35,7 @@ class _Failing:
 
     def __init__(self) -> None:
         self._store = SqliteStore(None, Limits())
-        self.limits = self._store.limits
+        self.limits, self.unreadable = self._store.limits, self._store.unreadable
         self.broken = False
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

@@ -137,7 +137,8 @@ def test_renderer_unavailable(other: Callable[..., Talk]) -> None:
     made.ask(reply=Reply(SPLIT))
     assert made.ask(_MORE, reply=Reply(SPLIT)).source == "extended"
     made.pair.fake.canned["/tokenize"] = Canned(b'{"error": "busy"}', 503)
-    assert made.ask(user("other")).reason == "renderer_unavailable"
+    # of a form that was not rendered before
+    assert made.ask({**user("other"), "name": "Bo"}).reason == "renderer_unavailable"
 
 
 def test_a_default_of_the_tool_in_a_call_is_no_edit(talk: Callable[..., Talk]) -> None:

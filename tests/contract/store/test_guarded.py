@@ -228,7 +228,7 @@ async def test_turns_that_wait_are_found_as_if_they_were_recorded(
 async def test_a_document_is_stored_later_and_read_meanwhile(store: GuardedStore, inner: Patient) -> None:
     inner.errors = {"put": StoreError("disk full"), "get": StoreError("disk full")}
     for name in ("kept", "deleted"):
-        assert await store.put(DOCUMENTS, name, b"{}", keep_s=60.0, before=None)
+        assert not await store.put(DOCUMENTS, name, b"{}", keep_s=60.0, before=None)
     assert await store.take(DOCUMENTS, "deleted") == b"{}"
     assert await store.get(DOCUMENTS, ["kept"]) == {"kept": b"{}"}
     with pytest.raises(StoreError):

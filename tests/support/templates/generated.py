@@ -216,8 +216,9 @@ class Generated:
         backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in _PLAIN])
         fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=_EOS)
         fast.chat_template = self.recipe.source()
-        stops = frozenset(fast.convert_tokens_to_ids(self.recipe.stops))
-        return ChatTokenizer("generated", len(fast), fast, Encoder(backend.to_str()), stops)
+        stops = (backend.token_to_id(stop) for stop in self.recipe.stops)
+        stop_ids = frozenset(stop for stop in stops if stop is not None)
+        return ChatTokenizer("generated", len(fast), fast, Encoder(backend.to_str()), stop_ids)
 
     @cached_property
     def _annotated(self) -> ChatTokenizer:
