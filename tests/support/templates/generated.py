@@ -150,17 +150,16 @@ class Recipe:
 
     @property
     def stops(self) -> list[str]:
-        """The tokens that end turns of the model."""
-        closes = [_TOKEN.findall(close)[-1:] for close in (self.close, self.call_close)]
+        """The tokens that end turns of the model.
+
+        One that closes turns with calls only is always among them: else it is syntax of calls, as far as
+        renderings show, and no text of a turn that was cut off before it is judged.
+        """
+        of_all, of_calls = (_TOKEN.findall(close)[-1:] for close in (self.close, self.call_close))
         openers = ["<|user|>", "<|tool|>"] if self.opener_stops and self.header == "role" else []
         last = [_LAST] if self.closed == "last differs" else []
-        return [
-            _EOS,
-            _OTHER,
-            *last,
-            *openers,
-            *(stop for found in closes for stop in found if not self.eos_between),
-        ]
+        only_calls = [] if self.eos_between and of_calls == of_all else of_calls
+        return [_EOS, _OTHER, *last, *openers, *only_calls, *([] if self.eos_between else of_all)]
 
 
 def _shown(text: str) -> str:
