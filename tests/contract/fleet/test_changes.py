@@ -1,8 +1,8 @@
 """Changes of the fleet by the admin API: shared through a store, and what happens while it does not work."""
 
 import sqlite3
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from tests.contract.fleet.memory_engine import MemoryEngine, fleet_of, replica_of
 from tests.support.fake_vllm import FakeVllm
 from tests.support.stepped import stepped
+from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_app, run_proxy, wait_until
 from tokenproxy.fleet.membership import Membership, fleet_id
 from tokenproxy.fleet.shared import SharedError
@@ -23,6 +24,12 @@ from tokenproxy.store.sqlite import SqliteStore
 _ADMIN = "/admin/replicas"
 _A, _B = "http://a:1", "http://b:2"
 _NEVER_S = 600.0
+
+
+@pytest.fixture
+def start(tiny_model: TinyModel) -> Iterator[Callable[..., FakeVllm]]:
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(FakeVllm(tiny_model))
 
 
 def _states(client: httpx.Client) -> dict[str, str]:

@@ -1,17 +1,17 @@
 """Replicas that come and go: the sources that name them, and the admin API."""
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.contract.fleet.conftest import shown_state
 from tests.contract.fleet.memory_engine import MemoryEngine, fleet_of, replica_of
 from tests.support.fake_vllm import FakeVllm
 from tests.support.stepped import elapse, stepped
+from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy, wait_until
 from tokenproxy.base.urls import UpstreamsError, normalise_upstream
 from tokenproxy.fleet.membership import Membership, resolve_host
@@ -24,6 +24,20 @@ from tokenproxy.store.sqlite import SqliteStore
 _CHAT, _ADMIN = "/v1/chat/completions", "/admin/replicas"
 _HI = {"messages": [{"role": "user", "content": "Hi"}]}
 _A, _B = "http://a:1", "http://b:2"
+
+
+@pytest.fixture
+def start(tiny_model: TinyModel) -> Iterator[Callable[..., FakeVllm]]:
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(FakeVllm(tiny_model))
+
+
+def _state(client: httpx.Client, engine: FakeVllm) -> str:
+    """The state of a replica by the metrics."""
+    label = f'tokenproxy_replica_state{{replica="{engine.url}",state="'
+    lines = client.get("/metrics").text.splitlines()
+    [state] = [line.removeprefix(label) for line in lines if line.startswith(label) and line.endswith(" 1.0")]
+    return state.partition('"')[0]
 
 
 def _run(client: httpx.Client, engines: list[FakeVllm]) -> list[bool]:
@@ -40,14 +54,14 @@ def test_a_replica_is_added_drained_and_removed(start: Callable[..., FakeVllm]) 
     with run_proxy([first], store="memory:") as client:
         assert client.post(_ADMIN, json={"url": second.url + "/v1/"}).status_code == 200
         wait_until(lambda: all(each["ready"] for each in client.get("/ready").json()["engines"]))
-        wait_until(lambda: shown_state(client, second) == "ready")
+        wait_until(lambda: _state(client, second) == "ready")
         assert _run(client, engines) == [True, True]
         drained = client.post(f"{_ADMIN}/drain", json={"url": first.url}).json()["replicas"][0]
         assert (drained["draining"], drained["requests"]) == (True, 0)
-        assert shown_state(client, first) == "draining"
+        assert _state(client, first) == "draining"
         assert _run(client, engines) == [False, True]
         client.post(_ADMIN, json={"url": first.url})
-        assert shown_state(client, first) == "ready"
+        assert _state(client, first) == "ready"
         assert client.delete(_ADMIN, params={"url": second.url}).status_code == 200
         assert _run(client, engines) == [True, False]
         assert [replica["engine"] for replica in client.get(_ADMIN).json()["replicas"]] == [first.url]

@@ -1,7 +1,7 @@
 """A fleet serves one model with one way to render: a replica that differs is not ready, and says why."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -9,7 +9,6 @@ import httpx
 import pytest
 
 from chat_tokenizer import ChatTokenizer
-from tests.contract.fleet.conftest import completions, shown_state
 from tests.contract.fleet.memory_engine import MemoryEngine, answers, ask, engines, fleet_of, gone, replica_of
 from tests.support.fake_vision import FakeVision, picture
 from tests.support.fake_vllm import Canned, FakeVllm, Reply, Variant
@@ -29,15 +28,35 @@ _HI = {"role": "user", "content": "Hi"}
 _JSON = {"content-type": "application/json"}
 
 
+@pytest.fixture
+def start(tiny_model: TinyModel) -> Iterator[Callable[..., FakeVllm]]:
+    """Starts fake engines; a given port restarts one."""
+    with ExitStack() as stack:
+        yield lambda kind=FakeVllm, **options: stack.enter_context(kind(tiny_model, **options))
+
+
 def _report(client: httpx.Client, engine: FakeVllm) -> Any:
     engines = client.get("/ready").json()["engines"]
     return next((each for each in engines if each["engine"] == engine.url), {})
 
 
+def _state(client: httpx.Client, engine: FakeVllm) -> str:
+    """The state of a replica by the metrics."""
+    label = f'tokenproxy_replica_state{{replica="{engine.url}",state="'
+    lines = client.get("/metrics").text.splitlines()
+    shown = [line.removeprefix(label) for line in lines if line.startswith(label) and line.endswith(" 1.0")]
+    return shown[0].partition('"')[0] if shown else ""
+
+
 def _join(client: httpx.Client, engine: FakeVllm, state: str) -> None:
     """Add a replica, and wait until it is in a state."""
     assert client.post(_ADMIN, json={"url": engine.url}).status_code == 200
-    wait_until(lambda: shown_state(client, engine) == state)
+    wait_until(lambda: _state(client, engine) == state)
+
+
+def _completions(engine: FakeVllm) -> int:
+    """Number of completions of clients that the engine got."""
+    return sum(seen.json.get("max_tokens") != 1 for seen in engine.seen(_CHAT))
 
 
 def _other_name(engine: FakeVllm) -> None:
@@ -91,7 +110,7 @@ def test_a_replica_that_differs_is_not_ready_and_says_why(
         for number in range(6):
             answer = client.post(_CHAT, json={"messages": [{"role": "user", "content": f"Hi {number}"}]})
             assert answer.status_code == 200
-        assert (completions(first), completions(other)) == (6, 0)
+        assert (_completions(first), _completions(other)) == (6, 0)
         if change is _no_ids:  # images need other routes than these two engines have
             vision = start(FakeVision)
             _join(client, vision, "different")
@@ -110,14 +129,14 @@ def test_another_model_is_served_once_no_replica_with_the_first_responds(
         messages = [_HI, first.json()["choices"][0]["message"], {"role": "user", "content": "more"}]
         old.kill()
         wait_until(lambda: _report(client, new)["ready"])
-        assert shown_state(client, new) == "ready"
+        assert _state(client, new) == "ready"
         answer = client.post(_CHAT, json={"messages": messages})
         assert (answer.headers["x-prompt-source"], answer.headers["x-prompt-reason"]) == (
             "rendered",
             "model_changed",
         )
         start(port=old.port)
-        wait_until(lambda: shown_state(client, old) == "different")
+        wait_until(lambda: _state(client, old) == "different")
         assert "its model is 'tiny', not 'other'" in _report(client, old)["problem"]
 
 
@@ -141,12 +160,12 @@ def test_a_drained_replica_leaves_its_place_to_another_model(start: Callable[...
         [answer] = answers
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
         assert "another model" in answer.json()["error"]["message"]
-        assert completions(new) == 0
+        assert _completions(new) == 0
         assert client.post(_TOKENS, json={"prompt_ids": [1, 75]}).status_code == 200
-        assert completions(new) == 1
+        assert _completions(new) == 1
         old.release()
         client.post(_ADMIN, json={"url": old.url})
-        wait_until(lambda: shown_state(client, old) == "different")
+        wait_until(lambda: _state(client, old) == "different")
 
 
 def test_after_a_failure_another_replica_gets_the_same_prompt(
