@@ -62,6 +62,8 @@ class Request:
     method: str = "POST"
     only: frozenset[str] = frozenset()
     """Names of the values that are compared, at any depth; empty compares all of the stock engine's."""
+    adds: str = ""
+    """The name of what the proxy adds."""
 
 
 REQUESTS: dict[str, Request] = {
@@ -78,8 +80,8 @@ REQUESTS: dict[str, Request] = {
     "completions of ids": Request(COMPLETIONS, {"prompt": [_IDS], **_FEW, "return_token_ids": True}),
     "completions, streamed": Request(COMPLETIONS, {"prompt": "One, two,", **_FEW, **_USAGE, "logprobs": 0}),
     "completions with echo": Request(COMPLETIONS, {"prompt": "One, two,", **_FEW, "echo": True}),
-    "generate": Request(GENERATE, {"token_ids": _IDS, **_SAMPLING}),
-    "generate, streamed": Request(GENERATE, {"token_ids": _IDS, "stream": True, **_SAMPLING}),
+    "generate": Request(GENERATE, {"token_ids": _IDS, **_SAMPLING}, adds="token"),
+    "generate, streamed": Request(GENERATE, {"token_ids": _IDS, "stream": True, **_SAMPLING}, adds="token"),
     "messages": Request(MESSAGES, {"messages": _HELLO, **_FEW}, only=_SAID),
     "count_tokens": Request(f"{MESSAGES}/count_tokens", {"messages": _HELLO}, only=_SAID),
     "responses": Request(
@@ -112,12 +114,13 @@ def _ask(http: httpx.Client, request: Request) -> httpx.Response:
     return http.request(request.method, request.path, json=body)
 
 
-def _shape(value: Any, only: frozenset[str]) -> Any:
+def _shape(value: Any, request: Request) -> Any:
     if isinstance(value, Mapping):
-        kept = {name: one for name, one in value.items() if not only or name in only}
-        return {name: type(one) if name in _OWN else _shape(one, only) for name, one in kept.items()}
+        only, adds = request.only, request.adds
+        kept = {name: one for name, one in value.items() if (not only or name in only) and name != adds}
+        return {name: type(one) if name in _OWN else _shape(one, request) for name, one in kept.items()}
     if isinstance(value, list):
-        return [_shape(one, only) for one in value]
+        return [_shape(one, request) for one in value]
     return float if isinstance(value, float) else value
 
 
@@ -158,7 +161,7 @@ def test_answers_are_those_of_a_stock_engine(servers: Mapping[str, Server], name
         if expected.is_error:
             _check_error(answer, expected)
         else:
-            ours, theirs = (_shape(_whole(events_of(each)), request.only) for each in (answer, expected))
+            ours, theirs = (_shape(_whole(events_of(each)), request) for each in (answer, expected))
             assert ours == theirs, way
 
 
