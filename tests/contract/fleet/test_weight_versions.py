@@ -80,10 +80,8 @@ def test_turns_that_an_update_interrupts_carry_both_versions(
         answers = [turn.result() for turn in turns]
         assert all(b"[DONE]" in answer for answer in answers[:4])
         kinds = compare_turns(client, streams, engines)
-        if other:
-            assert kinds["mixed"] + kinds["uncertain"] == 4
-        else:
-            assert kinds["mixed"] == 4
+        # a stream of which something may be on its way is uncertain, never wrong
+        assert kinds["mixed"] + kinds["uncertain"] == 4
         assert compare_turns(client, whole, engines) == {"uncertain": 2}
         assert client.get("/ready").json()["weight_version"] == "7"
 

@@ -112,6 +112,14 @@ class Oracle:
         ids: list[int] = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
+    def encode_within(self, text: str) -> list[int]:
+        """The ids of a text that follows another one: some tokenizers put a space before one that begins."""
+        for before in ("a", ".", "\n"):
+            first, ids = self.encode(before), self.encode(before + text)
+            if ids[: len(first)] == first:
+                return ids[len(first) :]
+        return self.encode(text)
+
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text

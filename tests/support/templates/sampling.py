@@ -63,7 +63,7 @@ class Turn:
     def after_stop(self) -> list[int]:
         """The ids after the turn's own stop token."""
         if not self.end.stop:
-            return self.oracle.encode(self.end.rest)
+            return self.oracle.encode_within(self.end.rest)
         rest = self.end.rest if self.end.close else self.end.rest.partition(self.end.stop)[2]
         # with the token before it, because a token may absorb the white space after it
         first, *ids = self.oracle.encode(self.end.stop + rest)
@@ -72,7 +72,7 @@ class Turn:
 
     def whole_end(self) -> list[int]:
         """The ids after a turn of which nothing was sampled but its own text."""
-        return self.oracle.encode(self.end.text)
+        return self.oracle.encode_within(self.end.text)
 
     @property
     def tokens_of_close(self) -> list[str]:
