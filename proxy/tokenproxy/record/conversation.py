@@ -22,7 +22,7 @@ NOTHING = start()
 _DISTINCTIVE_BYTES = 120
 """A message with at least this many bytes is not sampled twice by chance."""
 _COUNTED_FROM_BYTES = 2**19
-MOST_VALUES = 200_000
+MOST_VALUES = 400_000
 """The most values of a message besides its text: reading them keeps the interpreter's lock for 50 ms."""
 
 
