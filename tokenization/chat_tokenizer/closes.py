@@ -221,7 +221,7 @@ class Closes:
     def closes_turn(self, token: int, in_call: bool) -> bool | None:
         """Whether a special token after a turn closes it; False if it opens the next message, else None.
 
-        A token that closes turns is printed whatever the role of the next message is, and never before the
+        A token that closes turns is printed for every role of the next message, and never before the
         first text of a conversation, because nothing is to be closed there.
         """
         followed = self._after_call if in_call else self._after_content

@@ -10,7 +10,7 @@ from tokenproxy.base.fields import raw_value, values_in
 from tokenproxy.formats.prompt_fields import parse_with_ids
 
 CHECKED_FROM_BYTES = 2**18
-"""Bytes of a body from which it is checked; a smaller one is parsed in milliseconds, whatever it holds."""
+"""Bytes of a body from which it is checked. Any smaller one is parsed in milliseconds."""
 MOST_VALUES = 1_000_000
 """The most arrays, objects and fields in a body: more than a context of a million ids holds."""
 MOST_OPTION_BYTES = 2**21

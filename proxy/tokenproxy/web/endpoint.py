@@ -215,7 +215,7 @@ def _time_left(passed_s: float, size: int, timeout_s: float) -> float:
 
 def _too_large(limit: int) -> BodyTooLarge:
     return BodyTooLarge(
-        f"the request body is over the limit of {limit} bytes of this route (`body_limit_bytes`)",
+        f"the request body is over the limit of {limit} bytes (`body_limit_bytes`, or that of the route)",
         param="body",
     )
 

@@ -82,6 +82,7 @@ def test_turns_that_an_update_interrupts_carry_both_versions(
         kinds = compare_turns(client, streams, engines)
         # a stream of which something may be on its way is uncertain, never wrong
         assert kinds["mixed"] + kinds["uncertain"] == 4
+        assert other or kinds["mixed"]
         assert compare_turns(client, whole, engines) == {"uncertain": 2}
         assert client.get("/ready").json()["weight_version"] == "7"
 

@@ -16,6 +16,7 @@ from chat_tokenizer import (
     InvalidMessages,
     TemplateUnsupported,
     TokenizerUnavailable,
+    UnfinishedTurn,
 )
 from tests.support.tiny_model import CHATML, END, VOCAB_SIZE, TinyModel
 
@@ -196,3 +197,15 @@ def test_unloadable_tokenizer_raises_unavailable(
     spoil(tmp_path)
     with pytest.raises(TokenizerUnavailable, match=str(tmp_path)):
         ChatTokenizer.load(tmp_path)
+
+
+def test_a_cut_turn_is_continued_or_rejected(tokenizer: ChatTokenizer) -> None:
+    cut: dict[str, Any] = {"finish_reason": "length"}
+    continued = tokenizer.append([5, 74], [], **cut, unfinished="continue")
+    assert (continued.prompt_ids, continued.close_ids, continued.suffix_ids) == ([5, 74], [], [])
+    with pytest.raises(InvalidMessages, match="takes no new messages"):
+        tokenizer.append([5, 74], _USER, **cut, unfinished="continue")
+    with pytest.raises(UnfinishedTurn, match="length"):
+        tokenizer.append([5, 74], _USER, **cut, unfinished="reject")
+    closed = tokenizer.append([5, END], _USER, unfinished="reject")
+    assert closed.prompt_ids == tokenizer.append([5, END], _USER).prompt_ids
