@@ -250,6 +250,8 @@ class GuardedStore:
             return await self._call(
                 "put", lambda: self._store.put(space, name, value, keep_s=keep_s, before=before)
             )
+        except RecordRefused:
+            raise  # it would be refused again
         except StoreError as error:
             if space != DOCUMENTS or not self._backlog.add_document(name, value, keep_s):
                 raise
@@ -419,7 +421,10 @@ class GuardedStore:
                 raise error
         documents = self._backlog.documents
         for name, (value, keep_s) in [*documents.items()][:_BATCH]:
-            await self._timed("put", self._store.put(DOCUMENTS, name, value, keep_s=keep_s))
+            try:
+                await self._timed("put", self._store.put(DOCUMENTS, name, value, keep_s=keep_s))
+            except RecordRefused as error:
+                log.error("a stored response is lost: %s", error)
             if documents.pop(name, None) is None:  # deleted in the meantime
                 await self._timed("take", self._store.take(DOCUMENTS, name))
         if self._fails("write"):

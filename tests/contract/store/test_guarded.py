@@ -240,6 +240,16 @@ async def test_a_document_is_stored_later_and_read_meanwhile(store: GuardedStore
     )
 
 
+async def test_a_document_that_is_refused_keeps_nothing_waiting(store: GuardedStore, inner: Patient) -> None:
+    inner.errors["put"] = StoreError("disk full")
+    assert not await store.put(DOCUMENTS, "big", b"{}")
+    inner.errors["put"] = RecordRefused("too big")
+    await _well(store)
+    assert await store.get(DOCUMENTS, ["big"]) == {}
+    with pytest.raises(RecordRefused):
+        await store.put(DOCUMENTS, "big", b"{}")
+
+
 @pytest.mark.parametrize("leaves", [False, True])
 async def test_a_claim_that_comes_too_late_is_released(
     store: GuardedStore, inner: Patient, leaves: bool
