@@ -108,12 +108,16 @@ def cut_tail(turn_tail: TurnTail, last_id: int, last_text: str, *, stopped: bool
     for token in [*(turn_tail.close_tokens or turn_tail.tokens[:1]), *unclear, *opening]:
         if token.id == last_id:
             return Cut(token.end, tail.text[token.start : token.end])
-    stopped = stopped or last_id == turn_tail.stop_if_last
+    if_last = turn_tail.stop_if_last
+    stopped_as_last = if_last is not None and if_last.id == last_id
+    stopped = stopped or stopped_as_last
     # a stop token that is also syntax of the turn, such as `</tool_call>`, does not replace the close
     if not stopped or last_id in turn_tail.syntax_ids:
         return Cut(_sampled_blanks(turn_tail, last_text))
     if turn_tail.unclear_stop:
         raise TemplateUnsupported("which token closes a turn depends on the conversation")
+    if not closing and if_last and stopped_as_last:
+        return Cut(if_last.start)
     if not closing:
         # a stop token that the template does not print follows the white space that ends the turn in any case
         return Cut(common_prefix_length(_blanks(turn_tail), tail.text_if_last))

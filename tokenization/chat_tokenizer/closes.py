@@ -65,7 +65,7 @@ class Closes:
         # the text before the token that closes a turn may differ from turn to turn
         stop = next((t for t in self._added.find(lead, special=True) if t.id == close.stop), None)
         if stop is not None:
-            return stop.start, stop.end, frozenset({stop.id})
+            return self._with_earlier_stop(lead, stop.start, stop.end, frozenset({stop.id}))
         if not tail.text_if_last:
             raise TemplateUnsupported("the template does not show where its tool calls end")
         token_if_last = self._added.id_at(tail.text_if_last, shared)

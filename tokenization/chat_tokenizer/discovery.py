@@ -50,8 +50,9 @@ class TurnTail:
     close_tokens: tuple[Token, ...]
     """The added tokens up to the last one that closes the turn. Blank ones, such as a line feed that is a
     token of Gemma 3, are text like other text."""
-    stop_if_last: int | None
-    """The token that closes the turn where it is the last message, if that is another one (GPT-OSS)."""
+    stop_if_last: Token | None
+    """The token that closes the turn where it is the last message, if that is another one (GPT-OSS), or if
+    nothing else closes it. The text before it is the same in both cases."""
     unclear_stop: Token | None
     """A stop token after the close, or in its place, that may close the turn or open the next message."""
     has_stop: bool
@@ -282,7 +283,6 @@ class Discovery:
         closing, unclear_stop = self._with_later_stops(tokens, closing, close, whole.in_call)
         last = closing[-1] if closing else None
         close_text = lead[: last.end if last else 0]
-        if_last = self._added.id_at(tail.text_if_last, last.start) if last else None
         found = self._added.find(close_text)
         close_tokens = tuple(token for token in found if close_text[token.start : token.end].strip())
         times = Counter(token.id for token in close_tokens)
@@ -293,12 +293,20 @@ class Discovery:
             tokens,
             closing,
             close_tokens,
-            if_last if last and if_last != last.id and if_last in self._added.special_ids else None,
+            self._stop_if_last(tail, last),
             unclear_stop,
             any(token.id in self._added.stop_ids | {close.stop} for token in closing),
             frozenset(t for t, count in times.items() if count > 1 or t == self.closes.last_of_prompt),
             frozenset(token.id for token in self._added.find(whole.text[:start])),
         )
+
+    def _stop_if_last(self, tail: Tail, last: Token | None) -> Token | None:
+        """See `TurnTail.stop_if_last`; `last` is the last token that closes it where messages follow."""
+        lead, if_last = tail.text[: tail.lead], tail.text_if_last
+        start = last.start if last else self._added.shared(lead, if_last)
+        stop = self._added.id_at(if_last, start)
+        stops = self._added.special_ids - {last.id} if last else self._added.stop_ids
+        return Token(stop, start, start + len(self._added.text(stop))) if stop in stops else None
 
     def _with_later_stops(
         self, tokens: tuple[Token, ...], closing: tuple[Token, ...], close: ContentClose, in_call: bool
