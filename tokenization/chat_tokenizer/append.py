@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral
 
-from chat_tokenizer.added_tokens import AddedTokens, common_prefix_length
+from chat_tokenizer.added_tokens import AddedTokens
 from chat_tokenizer.discovery import TurnTail
 from chat_tokenizer.encoder import NO_LIMIT, Encoder, Limit
 from chat_tokenizer.errors import InvalidIds, TemplateUnsupported
@@ -118,9 +118,12 @@ def cut_tail(turn_tail: TurnTail, last_id: int, last_text: str, *, stopped: bool
         raise TemplateUnsupported("which token closes a turn depends on the conversation")
     if not closing and if_last and stopped_as_last:
         return Cut(if_last.start)
+    if not closing and _blanks(turn_tail):
+        raise TemplateUnsupported(
+            "whether a stop token stands before or after the white space after a call is not shown"
+        )
     if not closing:
-        # a stop token that the template does not print follows the white space that ends the turn in any case
-        return Cut(common_prefix_length(_blanks(turn_tail), tail.text_if_last))
+        return Cut(0)
     return Cut(closing[-1].end, tail.text[closing[-1].start : closing[-1].end], rewritten=True)
 
 

@@ -14,11 +14,11 @@ _MAX_REFUSED_SHARE = 0.3
 def test_no_cell_of_generated_templates_is_wrong() -> None:
     counts: Counter[str] = Counter()
 
-    @settings(max_examples=700, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=700, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(RECIPES, st.integers(0, 9))
     def run(recipe: Recipe, number: int) -> None:
         judge(recipe, counts, proved=number == 0)
 
     run()
-    assert counts.total() >= _MIN_CELLS
+    assert counts["exact"] + counts["refused"] >= _MIN_CELLS
     assert counts["refused"] < _MAX_REFUSED_SHARE * counts.total(), counts

@@ -52,6 +52,17 @@ _BOTH = (
 
 # a message of the template's own before each first one, as Kimi K3 prints it
 _ANNOUNCED = "{{ '<|im_start|>system\nYes.<|answered|><|im_end|>' }}" + _TWO_TOKENS
+# the last turn alone ends with a token
+_LAST_ONLY = _CHATML.replace(
+    "'<|im_end|>\n'", "(' END' + ('<|eos|>' if loop.last and m.role == 'assistant' else ''))"
+)
+# turns with calls end with a stop token; EOS follows each turn that is not the last
+_EOS_AFTER = _CHATML.removesuffix(_PROMPT).replace(
+    " + '<|im_end|>\n' }}",
+    "}}{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments | tojson }}{% endif %}"
+    "{% if m.role == 'assistant' %}{{ ' END' + ('<|called|>' if m.tool_calls else '') }}"
+    "{{ '' if loop.last else '<|eos|>' }}{% endif %}",
+)
 # calls end with another token than texts, as in HyperCLOVAX
 _OTHER_STOP = (
     "{{ '<|im_start|>system\nYes.<|im_end|>' }}{% for m in messages %}"
@@ -122,6 +133,16 @@ def tokenizers() -> dict[str, ChatTokenizer]:
         "between": tokenizer_with(_BETWEEN),
         "blanks": tokenizer_with(_BLANKS, plain=tools),
         "own": tokenizer_with(_OWN, special=[*SPECIAL, "<|user|>", "<|asst|>"]),
+        "last only": tokenizer_with(_LAST_ONLY),
+        "EOS after": tokenizer_with(
+            _EOS_AFTER, special=[*SPECIAL, "<|called|>"], stops=["<|eos|>", "<|called|>"]
+        ),
+        "line feed after calls": tokenizer_with(
+            _GLM.replace("+ '</tool_call>'", "+ '</tool_call>\n'"),
+            special=_GLM_TOKENS,
+            plain=tools,
+            stops=["<|eos|>"],
+        ),
         "repeated": tokenizer_with(_REPEATED, special=[*SPECIAL, "<|sep|>"]),
     }
 
@@ -137,6 +158,7 @@ _OTHER_RESULT = "<|im_start|>tool\nsun<|im_end|><|im_start|>assistant\n"
 _BLANKS_REST = _HERMES_REST.replace("<|im_end|>", "  <|im_end|>")
 _BETWEEN_REST = _CHATML_REST.replace("<|im_end|>", "")
 _REPEATED_REST = "<|im_start|>user<|sep|>And?<|sep|>message<|sep|><|im_end|><|im_start|>assistant<|sep|>"
+_LAST_REST = "<|im_start|>user\nAnd? END<|im_start|>assistant\n"
 _LENGTH = {"finish_reason": "length"}
 
 Row = tuple[str, str, dict[str, Any], str, str]
@@ -165,6 +187,7 @@ _AFTER_TEXT: dict[str, Row] = {
     "close between messages, alternate stop": ("between", "<|eos|>", {}, "", _BETWEEN_REST),
     "own message without a header at the end": ("own", "<|eos|>", {}, "", "<|user|>And?<|im_end|>"),
     "own message, as length": ("own", "o", _LENGTH, "<|im_end|>", "<|user|>And?<|im_end|>"),
+    "stop of the last turn": ("last only", "<|eos|>", {}, "", _LAST_REST),
     "a token twice in the close": (
         "repeated", "o", _LENGTH, "<|sep|>message<|sep|><|im_end|>", _REPEATED_REST
     ),
@@ -181,6 +204,9 @@ _AFTER_CALLS: dict[str, Row] = {
         "blanks", "</tool_call>", _LENGTH, "      <|im_end|>", _BLANKS_REST
     ),
     "call with the other stop": ("other stop", "<|called|>", {}, "", _OTHER_RESULT),
+    "call whose stop is followed by EOS": (
+        "EOS after", "}", _LENGTH, " END<|called|><|eos|>", "<|im_start|>tool\nsun"
+    ),
     "call with the other stop, as length": (
         "other stop", "}", _LENGTH, "<|im_end|><|called|>", _OTHER_RESULT
     ),
@@ -238,6 +264,12 @@ def test_ambiguous_last_id_within_a_close_is_refused(
 ) -> None:
     with pytest.raises(TemplateUnsupported, match=f"the last id does not tell how much {what} was sampled"):
         appended_text(tokenizers[name], last, new, history=history, finish_reason="abort")
+
+
+def test_stop_beside_white_space_after_a_call_is_refused(tokenizers: dict[str, ChatTokenizer]) -> None:
+    """Without a close, the white space may stand before the stop token or separate messages."""
+    with pytest.raises(TemplateUnsupported, match="white space after a call"):
+        appended_text(tokenizers["line feed after calls"], "<|eos|>", [_RESULT], history=_turn_with_calls())
 
 
 @pytest.mark.parametrize("stop, notes", [("<|return|>", ("turn_end_rewritten",)), ("<|end|>", ())])
