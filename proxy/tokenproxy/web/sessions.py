@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -79,13 +80,20 @@ class OneSession(SessionRoute):
         return json_response({"id": name, "object": "session", "deleted": True})
 
     async def show(self, request: Request, services: Services, found: Recording) -> Response:
-        """GET: the description, `reward`, `agents`, and `turns` in order; `?ids=true` adds ids."""
+        """GET: the description, `reward`, `agents`, and `turns` in order.
+
+        `?ids=true` adds ids. `?limit=&after=`: that many turns after the turn `after`; `next` is the last of
+        them while more follow. A slow reader holds no more of a large session than one such page.
+        """
         with_ids, rewards = query_value(request, "ids", "false") == "true", found.rewards
+        page = _page(request, found.turns)
 
         def tree() -> dict[str, Any]:
             classes = classes_of(found.turns)
-            shown = [_shown(turn, classes[turn.id], rewards.get(turn.id), with_ids) for turn in found.turns]
-            return {"agents": agents_of(found.turns, classes), "turns": shown}
+            shown = [_shown(turn, classes[turn.id], rewards.get(turn.id), with_ids) for turn in page]
+            more = page and page[-1] is not found.turns[-1]
+            following = page[-1].id if more else None
+            return {"agents": agents_of(found.turns, classes), "turns": shown, "next": following}
 
         session = {**_described(found.session), "reward": rewards.get("")}
         return json_response({**session, **await services.in_thread(tree)})
@@ -122,10 +130,7 @@ class SessionTraces(SessionRoute):
     async def show(self, request: Request, services: Services, found: Recording) -> Response:
         """`?since=&limit=`: a list of rLLM's `TraceRecord`, in the order of the requests."""
         since = number("since", query_value(request, "since", "0"))
-        limit = number("limit", query_value(request, "limit", "inf"))
-        if limit < 1:
-            raise BadRequest("`limit` must be at least 1", param="limit")
-        most, name = None if math.isinf(limit) else int(limit), found.session.name
+        most, name = _limit(request), found.session.name
         return json_response(
             await services.in_thread(lambda: traces_of(found.turns, name, since=since, limit=most))
         )
@@ -254,6 +259,26 @@ def _described(session: Session) -> dict[str, Any]:
         "object": "session",
         **{name: stored_json(getattr(session, name), b"{}") for name in _DESCRIPTION},
     }
+
+
+def _limit(request: Request) -> int | None:
+    """The parameter `limit` of a list of turns; None for all."""
+    limit = number("limit", query_value(request, "limit", "inf"))
+    if limit < 1:
+        raise BadRequest("`limit` must be at least 1", param="limit")
+    return None if math.isinf(limit) else int(limit)
+
+
+def _page(request: Request, turns: Sequence[Turn]) -> Sequence[Turn]:
+    """The turns that `?limit=&after=` selects."""
+    limit, after = _limit(request), query_value(request, "after", "")
+    before = [index for index, turn in enumerate(turns) if turn.id == after]
+    if after and not before:
+        raise BadRequest(
+            f"`after` must be a turn of the session, such as `next`, not {after!r}", param="after"
+        )
+    rest = turns[before[0] + 1 :] if before else turns
+    return rest[:limit]
 
 
 def _shown(turn: Turn, request_class: str, reward: float | None, with_ids: bool) -> dict[str, Any]:

@@ -57,6 +57,8 @@ _BAD: list[tuple[str, str, Message, str]] = [
     ("POST", "/{}/reward", {"reward": "good"}, "reward"),
     ("POST", "/{}/reward", {"rewards": {"x": 1}}, "turn"),
     ("GET", "/{}/traces?limit=0", {}, "limit"),
+    ("GET", "/{}?limit=0", {}, "limit"),
+    ("GET", "/{}?after=unknown", {}, "after"),
 ]
 
 
@@ -110,6 +112,9 @@ def test_the_tree_of_a_session(talk: Make, name: str) -> None:
     assert fourth.reason == "first_turn"
     turns = _get(made.pair.client, name, ids="true")["turns"]
     assert [turn["id"] for turn in turns] == [each.turn for each in (first, second, third, fourth, fifth)]
+    start = _get(made.pair.client, name, ids="true", limit="3")
+    rest = _get(made.pair.client, name, ids="true", limit="3", after=start["next"])
+    assert (start["turns"], rest["turns"], rest["next"]) == (turns[:3], turns[3:], None)
     assert [turn["parent"] for turn in turns] == [None, first.turn, first.turn, None, fourth.turn]
     root, child = turns[0], turns[1]
     assert (root["source"], root["reason"], root["reused"]) == ("rendered", "first_turn", 0)
