@@ -13,7 +13,7 @@ from chat_tokenizer.proof import Proof
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.talk import CHAT, Talk, call, result, user
 from tests.support.tiny_model import END, TinyModel, make_tiny_model
-from tests.support.tiny_templates import COUNTS_MESSAGES
+from tests.support.tiny_templates import COUNTS_MESSAGES, NEVER_THINKS, THINKS, THINKS_AFTER_LAST_USER
 from tests.support.utils import Pair, run_proxy, wait_until
 
 _TOKENS = f"{CHAT}/tokens"
@@ -83,20 +83,6 @@ def test_requests_before_the_proof(tiny_model: TinyModel, monkeypatch: pytest.Mo
         talk.follow(user("more"))
 
 
-_SHOWN = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-_CHAT = (
-    "{{% for m in messages %}}<|im_start|>{{{{ m.role }}}}\n{}{{{{ m.content }}}}"
-    "{{% for c in m.tool_calls or [] %}}[{{{{ c.function.name }}}}]{{% endfor %}}<|im_end|>\n{{% endfor %}}"
-    "{{% if add_generation_prompt %}}<|im_start|>assistant\n{{% endif %}}"
-)
-_ALWAYS, _NEVER = _CHAT.format(_SHOWN), _CHAT.format("")
-_AFTER_LAST_USER = (
-    "{% set ns = namespace(last=0) %}"
-    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
-    + _CHAT.format("{% if loop.index0 > ns.last %}" + _SHOWN + "{% endif %}")
-)
-
-
 def _thought(index: int, **message: Any) -> Reply:
     ids = (90 + index, 74, END)
     return Reply(ids, message={"content": f"It is {index}.", "reasoning": f"thought {index}", **message})
@@ -104,7 +90,7 @@ def _thought(index: int, **message: Any) -> Reply:
 
 def test_thinking_stays_while_tools_are_called(start: Start) -> None:
     """A template that drops it at the next user message keeps it before: these turns are one sample."""
-    talk = start(_AFTER_LAST_USER, thinking_policy="template")
+    talk = start(THINKS_AFTER_LAST_USER, thinking_policy="template")
     calls = [call(), call()]
     talk.ask(reply=_thought(0, tool_calls=[calls[0]]))
     assert talk.ask(result(calls[0], "4"), reply=_thought(1, tool_calls=[calls[1]])).reason == ""
@@ -112,7 +98,7 @@ def test_thinking_stays_while_tools_are_called(start: Start) -> None:
     assert talk.ask(user("more"), reply=_thought(3)).reason == "thinking_dropped"
 
 
-@pytest.mark.parametrize("template, dropped", [(_ALWAYS, ""), (_NEVER, "thinking_dropped")])
+@pytest.mark.parametrize("template, dropped", [(THINKS, ""), (NEVER_THINKS, "thinking_dropped")])
 def test_sessions_choose(start: Start, template: str, dropped: str) -> None:
     """By default all is kept."""
     first = start(template)
@@ -129,7 +115,7 @@ def test_sessions_choose(start: Start, template: str, dropped: str) -> None:
     ("path", "name"), [(CHAT, "messages"), ("/v1/messages", "messages"), ("/v1/responses", "input")]
 )
 def test_requests_of_every_format_choose(start: Start, path: str, name: str) -> None:
-    talk = start(_NEVER)
+    talk = start(NEVER_THINKS)
     fields = {"model": "tiny", "thinking_policy": "template"} | ({"max_tokens": 9} if name != "input" else {})
     talk.pair.fake.replies.append(_thought(0))
     said = [user("Hi")]
