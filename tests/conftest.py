@@ -104,6 +104,13 @@ def client(pair: Pair) -> httpx.Client:
     return pair.client
 
 
+@pytest.fixture(scope="module")
+def engine(tiny_model: TinyModel) -> Iterator[FakeVllm]:
+    """An engine of a module's own, with no proxy before it."""
+    with FakeVllm(tiny_model) as engine:
+        yield engine
+
+
 @pytest.fixture
 def mortal(tiny_model: TinyModel) -> Iterator[FakeVllm]:
     """An engine of the test's own, with no proxy before it."""
@@ -119,3 +126,21 @@ def talk(pair: Pair, tiny_model: TinyModel) -> Callable[..., Talk]:
         return Talk(pair, tiny_model, **fields)
 
     return make
+
+
+@pytest.fixture
+def own_talk(tiny_model: TinyModel) -> Iterator[Callable[..., Talk]]:
+    """Makes conversations with an engine and a proxy of their own."""
+    with ExitStack() as stack:
+
+        def make(
+            prepare: Callable[[FakeVllm], None] = lambda engine: None,
+            model: TinyModel = tiny_model,
+            **settings: Any,
+        ) -> Talk:
+            engine = stack.enter_context(FakeVllm(model))
+            prepare(engine)
+            client = stack.enter_context(run_proxy([engine], **{"store": "memory:", **settings}))
+            return Talk(Pair(engine, client), model)
+
+        yield make

@@ -94,14 +94,15 @@ def thinking_checkpoint(model: Path, folder: Path) -> Path:
     return folder
 
 
-def can_append(url: str) -> bool:
-    """Whether every engine of a server answers, and its chat template was examined."""
+def can_append(url: str, template: bool = True) -> bool:
+    """Whether every engine of a server answers, and its chat template, if it has one, was examined."""
     try:
         answer = httpx.get(f"{url}/ready", timeout=30)
     except httpx.TransportError:
         return False
     engines = answer.json().get("engines") or [{"ready": False}]
-    return all(each["ready"] and each["append"] == "ready" and each["template"] for each in engines)
+    ready = all(each["ready"] and each["append"] == "ready" for each in engines)
+    return ready and (not template or all(each["template"] for each in engines))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,20 +5,16 @@ Their numbers are not checked: they need an idle machine.
 
 import json
 import os
-import random
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.__main__ import SUITES, choose, suite
 from benchmarks.peers import PEERS
-from benchmarks.texts import Words
-from chat_tokenizer import ChatTokenizer
 from tests.support.child_environment import python_path_with_torch
 
 ROOT = Path(__file__).parents[2]
@@ -113,16 +109,3 @@ def test_every_peer_is_installed_in_the_version_of_its_row() -> None:
     scripts = [ROOT / "scripts" / name for name in ("install-peers", "install-vllm-router")]
     text = "\n".join(script.read_text() for script in scripts)
     assert all(peer.name in text and peer.version in text for peer in PEERS)
-
-
-def test_words_render_as_their_tokenizer_does(tmp_path: Path) -> None:
-    """Engines render with `Words`, the proxy with the tokenizer that it wrote."""
-    words, draw = Words(), random.Random(1)
-    words.write(tmp_path)
-    answer = words.sample(draw, 40)
-    opening: list[dict[str, Any]] = [{"role": "system", "content": words.text(draw, 20)}]
-    whole = [*opening, answer.message, {"role": "tool", "tool_call_id": "c", "content": words.text(draw, 50)}]
-    tokenizer = ChatTokenizer.load(str(tmp_path))
-    assert list(words.render(whole)) == tokenizer.render(whole)
-    prompt = tokenizer.render(opening)
-    assert tokenizer.render(whole)[: len(prompt) + len(answer.ids)] == [*prompt, *answer.ids]

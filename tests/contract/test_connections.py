@@ -12,19 +12,12 @@ import pytest
 from tests.support.certificates import make_certificate
 from tests.support.fake_vllm import Canned, FakeVllm, Reply
 from tests.support.sockets import BODY, CHAT, HALF_HEAD, connect, head, until_closed
-from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy, run_server, wait_until
 from tokenproxy.app.app import create_app
 from tokenproxy.app.server import connection_options
 from tokenproxy.settings import Settings
 
 _HEALTH = b"GET /health HTTP/1.1\r\nhost: proxy\r\n\r\n"
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_model: TinyModel) -> Iterator[FakeVllm]:
-    with FakeVllm(tiny_model) as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")

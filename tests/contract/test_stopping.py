@@ -14,14 +14,14 @@ import pytest
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.ports import held_port
 from tests.support.serve_process import ServeProcess, is_process
+from tests.support.store_utils import opened
 from tests.support.tiny_model import END, HI
 from tests.support.utils import send_and_keep, wait_until
 from tokenproxy.app.server import run
-from tokenproxy.record.store import Limits, session_id
+from tokenproxy.record.store import session_id
 from tokenproxy.record.turn import Turn, unpack_ids
 from tokenproxy.record.vocabulary import ABORTED
 from tokenproxy.settings import Settings
-from tokenproxy.store.urls import make_store
 
 TOKENS, _CHAT, _MESSAGES = "/v1/chat/completions/tokens", "/v1/chat/completions", "/v1/messages"
 _HI = [{"role": "user", "content": "Hi"}]
@@ -73,12 +73,8 @@ async def stream(url: str, session: str, begun: asyncio.Semaphore) -> Stream:
 
 async def recorded(store: str, sessions: list[str]) -> list[list[Turn]]:
     """The turns of some sessions, read after the proxy ended."""
-    opened = make_store(store, Limits())
-    await opened.open()
-    try:
-        return [await opened.turns(session_id("", name)) for name in sessions]
-    finally:
-        await opened.aclose()
+    async with opened(store) as read:
+        return [await read.turns(session_id("", name)) for name in sessions]
 
 
 async def check_streams_end_or_are_cut(

@@ -61,6 +61,7 @@ _TOO_LONG_TO_GENERATE = (
     "sure that `max_model_len` is no smaller than the number of text tokens."
 )
 _SCALE_OUT_PATHS = ("/v1/chat/completions/render", "/inference/v1/generate", "/v1/chat/completions/derender")
+_SAMPLING_PATHS = ("/v1/chat/completions", "/inference/v1/generate", "/v1/completions")
 
 
 class Variant(StrEnum):
@@ -113,6 +114,15 @@ class FakeVllm(FakeServer):
         self.replies: deque[Reply] = deque()
         """Scripts for the next generations, which then go as `usual`."""
         self.usual = Reply()
+
+    def generations(self, *paths: str) -> list[Seen]:
+        """The requests of clients that sample, oldest first; those for one id are the proxy's own.
+
+        Args:
+            paths: of the routes; by default all that sample.
+        """
+        asked = [seen for seen in self.requests if seen.path in (paths or _SAMPLING_PATHS)]
+        return [seen for seen in asked if seen.json.get("sampling_params", seen.json).get("max_tokens") != 1]
 
     def _allowed(self, seen: Seen) -> bool:
         """vLLM guards these prefixes only."""

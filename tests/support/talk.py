@@ -101,14 +101,25 @@ class Answered:
     @property
     def prompt_ids(self) -> list[int]:
         """What the engine consumed, if the request asks for ids."""
-        ids: list[int] = self.response.json()["prompt_token_ids"]
+        ids: list[int] = self._parts[0]["prompt_token_ids"]
         return ids
 
     @property
     def ids(self) -> list[int]:
         """What the engine sampled, if the request asks for ids."""
-        ids: list[int] = self.response.json()["choices"][0]["token_ids"]
-        return ids
+        return [token for part in self._parts for token in part["choices"][0].get("token_ids") or ()]
+
+    @property
+    def finish(self) -> str | None:
+        """Why the first choice ended."""
+        return next(filter(None, (part["choices"][0].get("finish_reason") for part in self._parts)), None)
+
+    @property
+    def _parts(self) -> list[dict[str, Any]]:
+        """The events of a stream that have choices, or the whole body."""
+        if not self.response.headers["content-type"].startswith("text/event-stream"):
+            return [self.response.json()]
+        return [event for event in data_of(self.response.content) if event["choices"]]
 
     def continues(self, before: "Answered") -> bool:
         """Whether the prompt begins with all that was consumed and sampled before."""

@@ -1,7 +1,6 @@
-"""The stand-ins of vLLM's renderers give what vLLM was recorded to give."""
+"""The layouts of vLLM's renderers give what vLLM was recorded to give."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -9,8 +8,6 @@ from tests.support.renderers.conversations import pieces_of, recorded_cells
 from tests.support.renderers.layouts import LAYOUTS
 from tests.support.renderers.pieces import Unrenderable
 from tests.support.renderers.record import FILE, NOT_RECORDED
-from tests.support.renderers.stand_in import StandIn
-from tests.support.tiny_model import END
 
 RECORDED = json.loads(FILE.read_text("utf-8"))
 
@@ -25,11 +22,3 @@ def test_layout_renders_as_recorded(layout: str) -> None:
             assert "".join(pieces_of(layout, cell)) == recorded, cell.name
         except Unrenderable as refusal:
             assert recorded.startswith("400") and str(refusal)[:30] in recorded, cell.name
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_stand_in_has_no_template_and_ends_turns_with_its_stop_token(layout: str, tmp_path: Path) -> None:
-    model = StandIn.make(tmp_path, layout)
-    assert model.reference.chat_template is None
-    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
-    assert (END in model.render([*said, said[0]])) == (layout != "harmony")

@@ -1,7 +1,6 @@
 """What a session must hold after a program worked in it."""
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 from tests.campaign.agents.scripted_engine import Script
@@ -37,11 +36,8 @@ def check_tree(url: str, session: str) -> tuple[list[Turn], list[Generation]]:
     return turns, generated
 
 
-def check_recorded(url: str, script: Script, *, killed: bool = False) -> list[Turn]:
+def check_recorded(url: str, script: Script) -> list[Turn]:
     """Everything that was sampled is recorded in the session `task`, with the prompt that the engine got.
-
-    Args:
-        killed: an engine was: the last ids that it sent may not have arrived.
 
     Returns:
         The turns, in order.
@@ -50,18 +46,7 @@ def check_recorded(url: str, script: Script, *, killed: bool = False) -> list[Tu
     assert not unexpected, unexpected
     turns, recorded = check_tree(url, "task")
     sampled = Counter((tuple(each.prompt), each.sent) for each in script.sampled if each.sent)
-    if killed:
-        sampled = _as_arrived(sampled, recorded)
     assert Counter(recorded) == sampled, [
         [tuple(map(len, each)) for each in of] for of in (sampled, recorded)
     ]
     return turns
-
-
-def _as_arrived(sampled: Counter[Generation], recorded: Sequence[Generation]) -> Counter[Generation]:
-    """The generations that were sampled, each as far as it is recorded."""
-    arrived: Counter[Generation] = Counter()
-    for prompt, ids in sampled.elements():
-        found = [(p, c) for p, c in recorded if p == prompt and c == ids[: len(c)]]
-        arrived[max(found, key=lambda each: len(each[1]), default=(prompt, ids))] += 1
-    return arrived

@@ -66,12 +66,12 @@ class Sampled:
     new: str
     """The messages after the last one of the model."""
     sent: tuple[int, ...]
-    """Those of `ids` that were sent as a stream: fewer if the answer was scripted to break, or to be held."""
+    """Those of `ids` that were sent as a stream: fewer if the answer was scripted to break."""
 
 
 @dataclass
 class Script:
-    """The steps of a task, and what was sampled by them. Outlives an engine that is killed."""
+    """The steps of a task, and what was sampled by them."""
 
     steps: Sequence[Step]
     sampled: list[Sampled] = field(default_factory=list)
@@ -105,9 +105,9 @@ class ScriptedEngine(FakeVllm):
 
     max_model_len = 65_536
 
-    def __init__(self, model: TinyModel, script: Script, *, port: int = 0) -> None:
+    def __init__(self, model: TinyModel, script: Script) -> None:
         self.script = script
-        super().__init__(model, port=port)
+        super().__init__(model)
 
     def _next_reply(self, prompt: list[int], max_tokens: int | None) -> Reply:
         if max_tokens == 1:  # a probe
@@ -117,9 +117,8 @@ class ScriptedEngine(FakeVllm):
 
 
 def _sent(reply: Reply) -> tuple[int, ...]:
-    """The ids that come before the event at which an answer breaks or is held; event 0 has none."""
-    stops = [max(at - 1, 0) for at in (reply.break_at, reply.hold_at) if at is not None]
-    return reply.ids[: min(stops)] if stops else reply.ids
+    """The ids that come before the event at which an answer breaks; event 0 has none."""
+    return reply.ids if reply.break_at is None else reply.ids[: max(reply.break_at - 1, 0)]
 
 
 def _new_messages(prompt: str) -> str:

@@ -1,7 +1,7 @@
 """Claude Code and Codex, unmodified, work through a task of a scripted engine; all is recorded, exactly.
 
-The task has calls of tools, several at once, one that fails, an edit of a file, a sub-agent, an answer that
-breaks, and a history so long that the program summarises it.
+The task has calls of tools, several at once, one that fails, an edit of a file, a sub-agent, answers that
+break, and a history so long that the program summarises it.
 """
 
 from collections import Counter
@@ -11,13 +11,15 @@ from typing import Any
 from tests.campaign.agents.installed import CLAUDE, CODEX, needs, run_task
 from tests.campaign.agents.recorded import Turn, check_recorded
 from tests.campaign.agents.scripted_engine import Call, Script, ScriptedEngine, Step
-from tests.support.talk import CHAT
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy
 
 _TASK, _SUB_TASK = "Begin the task.", "Count the lines of notes.txt."
-_BREAKS = ({"break_at": 9, "how": "reset"},)
-"""The first generation of a step breaks after eight ids."""
+_BREAKS = ({"break_at": 9, "how": "reset"}, {"break_at": 0, "how": "inside"})
+"""The first generation of a step breaks after eight ids, the next one before its first.
+
+Claude Code asks for no stream after one that broke.
+"""
 _SUMMARY = "SUMMARY-7: notes.txt was edited."
 _PATCH = "*** Begin Patch\n*** Update File: notes.txt\n@@\n alpha\n-beta\n+gamma\n*** End Patch"
 
@@ -76,9 +78,10 @@ def _work(
         turns = check_recorded(url, script)
     assert (home / "notes.txt").read_text() == "alpha\ngamma\n"
     assert (home / "done.txt").read_text() == "finished\n"
-    assert len(script.cut) == 1
+    assert len(script.cut) == len(_BREAKS)
+    assert [turn["finish_reason"] for turn in turns].count("abort") == 1
     assert "x-anthropic-billing-header" not in script.sampled[0].new
-    return turns, next(seen.json for seen in engine.seen(CHAT) if seen.json.get("max_tokens") != 1)
+    return turns, engine.generations()[0].json
 
 
 def _roots(turns: list[Turn]) -> list[tuple[str, str | None]]:

@@ -8,7 +8,7 @@ from statistics import median
 
 import pytest
 
-from tests.campaign.fleet.under_load import DEADLY, Clients, KillableEngine
+from tests.campaign.fleet.under_load import Clients, KillableEngine
 from tests.support.serve_process import ServeProcess
 from tests.support.tiny_model import TinyModel
 
@@ -24,11 +24,9 @@ _GENERATION_S = 1.0
 
 
 @contextmanager
-def _fleet(
-    tiny_model: TinyModel, folder: Path, count: int, seconds: float = _GENERATION_S
-) -> Iterator[tuple[list[KillableEngine], str]]:
+def _fleet(tiny_model: TinyModel, folder: Path, count: int) -> Iterator[tuple[list[KillableEngine], str]]:
     with ExitStack() as stack:
-        engines = [stack.enter_context(KillableEngine(tiny_model, seconds)) for _ in range(count)]
+        engines = [stack.enter_context(KillableEngine(tiny_model, _GENERATION_S)) for _ in range(count)]
         urls = [engine.url for engine in engines]
         proxy = stack.enter_context(ServeProcess(urls, folder / "proxy.log", "--store", "memory:"))
         proxy.wait_ready(count)
@@ -65,41 +63,3 @@ def test_killed_engine_costs_no_request_that_had_not_begun(
 
     with _fleet(tiny_model, tmp_path, count) as (engines, url):
         asyncio.run(kill_and_restart())
-
-
-def test_request_that_kills_engines_kills_one(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """An engine that dies under a request alone: the request does not get a second engine."""
-
-    async def send() -> Clients:
-        async with Clients(url) as clients:
-            await clients.ask(1, DEADLY)
-        return clients
-
-    with _fleet(tiny_model, tmp_path, 3, seconds=0.1) as (engines, url):
-        clients = asyncio.run(send())
-        assert [engine.alive for engine in engines].count(False) == 1
-    assert sum(clients.outcomes.failed.values()) == 1
-
-
-def test_request_that_kills_engines_among_others_kills_two_at_most(
-    tiny_model: TinyModel, tmp_path: Path
-) -> None:
-    """Nobody can tell which request killed an engine, so each runs once more, and not a third time."""
-
-    async def send() -> Clients:
-        async with Clients(url) as clients:
-            requests = [asyncio.create_task(clients.ask(n)) for n in range(60)]
-            await asyncio.sleep(_GENERATION_S / 3)
-            requests.append(asyncio.create_task(clients.ask(1, DEADLY)))
-            await asyncio.gather(*requests)
-            # a request that did not run with the deadly one is served by the engine that is left
-            await clients.ask(1)
-        return clients
-
-    with _fleet(tiny_model, tmp_path, 3) as (engines, url):
-        clients = asyncio.run(send())
-        assert 1 <= [engine.alive for engine in engines].count(False) <= 2
-    outcomes = clients.outcomes
-    assert outcomes.answered + outcomes.broke_off + sum(outcomes.failed.values()) == 62
-    # a third of them runs on the engine that is left, at least
-    assert outcomes.answered >= 15, outcomes

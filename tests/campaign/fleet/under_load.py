@@ -9,13 +9,10 @@ from typing import Any, Self
 import aiohttp
 from aiohttp import web
 
-from tests.support.fake_server import Seen
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.talk import CHAT, user
 from tests.support.tiny_model import END, HI, TinyModel
 
-DEADLY = "This request kills the engine."
-"""In a message: the engine dies at once."""
 _IDS = (*HI * 2, END)
 _PATIENCE_S = 60.0
 
@@ -28,7 +25,6 @@ class KillableEngine(FakeVllm):
         self._seconds = seconds
         # the head, and an event for each id
         self.usual = Reply(ids=_IDS, pause_s=seconds / (1 + len(_IDS)))
-        self.deadly = _is_deadly
 
     async def _before(self, request: web.Request, reply: Reply, event: bytes) -> None:
         if event.startswith(b"data: ") or reply is not self.usual:
@@ -41,10 +37,6 @@ class KillableEngine(FakeVllm):
         begun = time.monotonic()
         while self.running < requests:
             await _pause(begun)
-
-
-def _is_deadly(seen: Seen) -> bool:
-    return DEADLY.encode() in seen.body
 
 
 @dataclass
@@ -72,9 +64,9 @@ class Clients:
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    async def ask(self, number: int, text: str = "Hi") -> None:
+    async def ask(self, number: int) -> None:
         """Send one request, every other one as a stream. No two requests are equal."""
-        body = {"messages": [user(f"{text} {number} {time.monotonic_ns()}")], "stream": number % 2 == 0}
+        body = {"messages": [user(f"Hi {number} {time.monotonic_ns()}")], "stream": number % 2 == 0}
         received = b""
         try:
             async with self._session.post(CHAT, json=body) as response:

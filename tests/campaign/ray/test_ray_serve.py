@@ -1,4 +1,4 @@
-"""The proxy as an application of Ray Serve, with a real cluster, Redis, engine and plain OpenAI clients."""
+"""The proxy as an application of Ray Serve, with a real cluster, Redis, engine and plain clients."""
 
 import shutil
 import signal
@@ -6,7 +6,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from os import kill
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,12 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from openai import OpenAI
 
 from tests.acceptance.conftest import Server, running
 from tests.campaign.ray.cluster import Cluster, run_cluster
 from tests.campaign.real_vllm.conftest import wait_ready
 from tests.support.redis_server import run_redis
-from tests.support.talk import CHAT, user
+from tests.support.talk import CHAT, Answered, Conversation, user
 from tests.support.utils import wait_until
 
 pytest.importorskip("ray", reason="scripts/install-programs ray installs it")
@@ -58,41 +56,30 @@ def arguments(servers: Mapping[str, Server], store: str) -> dict[str, Any]:
     return settings
 
 
-@dataclass
-class _Conversation:
-    """A conversation of a plain client: messages only."""
+class _Conversation(Conversation):
+    """A conversation of a plain client."""
 
-    client: OpenAI
-    name: str
-    headers: dict[str, str] = field(default_factory=dict)
-    messages: list[Any] = field(default_factory=list)
-    consumed: list[int] = field(default_factory=list)
-    """The ids of the last prompt and of its answer."""
-    requests: list[str] = field(default_factory=list)
-    sessions: set[str] = field(default_factory=set)
+    def __init__(self, cluster: Cluster, name: str, **headers: str) -> None:
+        client = httpx.Client(base_url=cluster.url, timeout=120)
+        super().__init__(client, [], {"model": "smollm2", "max_tokens": _IDS}, headers)
+        self.name = name
+        self.answers: list[Answered] = []
 
     def turn(self) -> None:
         """One turn, whose prompt begins with all ids of the one before."""
-        self.messages.append(user(f"{self.name}: tell me more."))
-        raw = self.client.chat.completions.with_raw_response.create(
-            model="smollm2",
-            messages=self.messages,
-            max_tokens=_IDS,
-            extra_body={"return_token_ids": True},
-            extra_headers=self.headers,
-        )
-        answer = raw.parse().model_dump()
-        [choice] = answer["choices"]
-        prompt = answer["prompt_token_ids"]
-        assert prompt[: len(self.consumed)] == self.consumed
-        self.consumed = prompt + choice["token_ids"]
-        self.messages.append({"role": "assistant", "content": choice["message"]["content"]})
-        self.requests.append(raw.headers["x-request-id"])
-        self.sessions.add(raw.headers["x-session-id"])
+        answer = self.ask(user(f"{self.name}: tell me more."))
+        assert not self.answers or answer.continues(self.answers[-1])
+        self.answers.append(answer)
 
+    @property
+    def requests(self) -> list[str]:
+        """The ids of its requests."""
+        return [answer.response.headers["x-request-id"] for answer in self.answers]
 
-def _client(cluster: Cluster) -> OpenAI:
-    return OpenAI(base_url=f"{cluster.url}/v1", api_key="none", timeout=120)
+    @property
+    def sessions(self) -> set[str]:
+        """The sessions that its turns are in."""
+        return {answer.session for answer in self.answers}
 
 
 def _all(conversations: list[_Conversation], turns: int) -> None:
@@ -104,7 +91,7 @@ def _all(conversations: list[_Conversation], turns: int) -> None:
 def test_a_replica_is_killed_between_turns(cluster: Cluster, arguments: dict[str, Any]) -> None:
     cluster.run({"args": arguments})
     wait_ready(cluster.url)
-    conversations = [_Conversation(_client(cluster), f"boat {number}") for number in range(_CONVERSATIONS)]
+    conversations = [_Conversation(cluster, f"boat {number}") for number in range(_CONVERSATIONS)]
     _all(conversations, _TURNS // 2)
     before = cluster.processes(_PROXY)
     assert len(before) == 2
@@ -116,7 +103,8 @@ def test_a_replica_is_killed_between_turns(cluster: Cluster, arguments: dict[str
         [session] = each.sessions
         [sample] = httpx.get(f"{cluster.url}/v1/sessions/{session}/samples", timeout=60).json()["samples"]
         assert len(sample["turns"]) == _TURNS
-        assert sample["prompt_ids"] + sample["completion_ids"] == each.consumed
+        last = each.answers[-1]
+        assert sample["prompt_ids"] + sample["completion_ids"] == last.prompt_ids + last.ids
         both += len(set(cluster.replicas_of(each.requests[: _TURNS // 2]))) == 2
     assert both >= _CONVERSATIONS // 4  # a turn goes to either at random: 3 of 4 conversations are expected
     wait_until(lambda: len(cluster.processes(_PROXY)) == 2, 120)
@@ -126,7 +114,7 @@ def test_a_session_stays_on_one_replica(cluster: Cluster, arguments: dict[str, A
     cluster.run({"args": arguments})
     wait_ready(cluster.url)
     named = [
-        _Conversation(_client(cluster), f"tree {number}", {"X-Session-ID": f"sticky-{number}"})
+        _Conversation(cluster, f"tree {number}", **{"X-Session-ID": f"sticky-{number}"})
         for number in range(_CONVERSATIONS)  # all on one replica by chance: less than once in 10,000 runs
     ]
     _all(named, 3)
@@ -169,7 +157,7 @@ def test_engines_that_ray_serve_runs(cluster: Cluster, model: Path, store: str) 
     arguments = {"engines": engine, **proxy}
     cluster.run({"args": arguments})
     wait_ready(cluster.url)
-    conversation = _Conversation(_client(cluster), "engine")
+    conversation = _Conversation(cluster, "engine")
     _all([conversation], 3)
     [vllm] = [state["engine"] for state in httpx.get(f"{cluster.url}/ready").json()["engines"]]
 
@@ -227,7 +215,7 @@ def test_engines_that_are_found_by_name(
     cluster.run({"args": arguments | {"upstreams": upstreams, "watch_interval_s": 0.5}})
     wait_ready(cluster.url)
     wait_until(lambda: _engines(cluster) == [servers["in front"].engine.url], 60)
-    conversation = _Conversation(_client(cluster), "named")
+    conversation = _Conversation(cluster, "named")
     _all([conversation], 2)
     [actor] = cluster.processes("Server")
     kill(actor, signal.SIGKILL)

@@ -37,10 +37,10 @@ def model() -> Path:
 
 
 @contextmanager
-def run_proxy(upstream: str, *flags: str) -> Iterator[str]:
+def run_proxy(upstream: str, *flags: str, template: bool = True) -> Iterator[str]:
     """`tokenproxy serve` as a process of its own; the value is its URL, once it is ready."""
     with TemporaryDirectory() as folder, ServeProcess([upstream], Path(folder) / "log", *flags) as proxy:
-        wait_ready(proxy.url)
+        wait_ready(proxy.url, template)
         yield proxy.url
 
 
@@ -51,18 +51,23 @@ def run_way(
     log: Path,
     *flags: str,
     environment: Mapping[str, str] | None = None,
+    template: bool = True,
 ) -> Iterator[str]:
-    """An engine of the test's own with the plugin, or a proxy in front of it; the value is the URL."""
+    """An engine of the test's own with the plugin, or a proxy in front of it; the value is the URL.
+
+    Args:
+        template: whether its model has a chat template.
+    """
     with start_engine(model, log, *flags, plugin=way == INSIDE, environment=environment) as engine:
         engine.wait_ready(START_TIMEOUT_S)
         if way == INSIDE:
-            wait_ready(engine.url)
+            wait_ready(engine.url, template)
             yield engine.url
         else:
-            with run_proxy(engine.url, "--store", "memory:") as url:
+            with run_proxy(engine.url, "--store", "memory:", template=template) as url:
                 yield url
 
 
-def wait_ready(url: str) -> None:
+def wait_ready(url: str, template: bool = True) -> None:
     """Wait until every engine of a server answers, and messages can be appended."""
-    wait_until(lambda: can_append(url), START_TIMEOUT_S)
+    wait_until(lambda: can_append(url, template), START_TIMEOUT_S)

@@ -9,22 +9,19 @@ import json
 import math
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.acceptance.conftest import START_TIMEOUT_S, WAYS, start_engine
-from tests.support.fake_vllm import data_of
+from tests.campaign.real_vllm.conftest import START_TIMEOUT_S, WAYS, run_way
 from tests.support.renderers.conversations import appended_pieces
 from tests.support.renderers.engine import EngineRenderer
 from tests.support.renderers.layouts import LAYOUTS
 from tests.support.renderers.models import MODELS, RendererModel
 from tests.support.renderers.pieces import Message
-from tests.support.serve_process import ServeProcess
-from tests.support.talk import assembled, user
-from tests.support.utils import wait_until
+from tests.support.talk import Answered, Conversation, user
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.timeout(START_TIMEOUT_S + 300)
@@ -84,71 +81,45 @@ class Served:
         return {str(token): math.log(size / _TURN_IDS) for token in biased}
 
 
-@dataclass
-class Turn:
-    """What the engine consumed and sampled."""
+class Talk(Conversation):
+    """A conversation with a model of which each prompt must hold all that came before as it was."""
 
-    prompt: list[int]
-    sampled: list[int]
-    finish: str
-    message: Message
-    source: str
-    """With the reason, if there is one."""
-    appended: int
+    def __init__(self, served: Served, *messages: Message, stream: bool = False, **fields: Any) -> None:
+        sampling = {"max_tokens": 400, "temperature": 1.0}
+        headers = {"X-Session-ID": secrets.token_hex(6)}
+        super().__init__(served.http, list(messages), {**sampling, **fields}, headers)
+        self.served, self.stream = served, stream
+        self.turns: list[Answered] = []
 
-
-@dataclass
-class Talk:
-    """A conversation as a client holds it: messages only."""
-
-    served: Served
-    fields: dict[str, Any]
-    stream: bool
-    messages: list[Message] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
-    session: str = field(default_factory=lambda: secrets.token_hex(6))
-
-    def ask(self, *new: Message, **fields: Any) -> Turn:
-        """Say something, and check that all that came before is in the prompt as it was."""
-        history, self.messages = self.messages, [*self.messages, *new]
-        body = {
-            "messages": self.messages,
-            "return_token_ids": True,
-            "max_tokens": 400,
-            "temperature": 1.0,
-            "seed": len(self.turns),
-            "logit_bias": self.served.bias(calls="tool_choice" in fields),
-            **self.fields,
-            **fields,
-            **({"stream": True} if self.stream else {}),
-        }
-        response = self.served.http.post(
-            "/v1/chat/completions", json=body, headers={"X-Session-ID": self.session}
-        )
-        assert response.status_code == 200, response.text
-        turn = _turn_of(response)
+    def ask(self, *new: Message, **fields: Any) -> Answered:
+        """Say something, and check the prompt."""
+        history = self.messages
+        bias = self.served.bias(calls="tool_choice" in fields)
+        varied = {"seed": len(self.turns), "logit_bias": bias, **fields}
+        turn = super().ask(*new, stream=self.stream, **varied)
         if self.turns:
             self._check(turn, history, list(new), fields)
         self.turns.append(turn)
-        self.messages.append(turn.message)
         return turn
 
-    def _check(self, turn: Turn, history: list[Message], new: list[Message], fields: dict[str, Any]) -> None:
+    def _check(
+        self, turn: Answered, history: list[Message], new: list[Message], fields: dict[str, Any]
+    ) -> None:
         before = self.turns[-1]
-        whole = [*before.prompt, *before.sampled]
+        whole = [*before.prompt_ids, *before.ids]
         if before.finish == "length" and before.message.get("tool_calls"):
             # a call that was cut: nothing tells what would close it
             assert turn.source.startswith(("extended", "rendered"))
             return
         assert turn.source == "extended"
-        assert turn.prompt[: len(whole)] == whole
-        assert len(turn.prompt) - len(whole) == turn.appended > 0
+        assert turn.continues(before)
+        assert len(turn.prompt_ids) - len(whole) == int(turn.prompt["appended"]) > 0
         name = self.served.model.name
         if name in LAYOUTS and before.finish != "length":
             asked = {**self.fields, **fields}
             options = dict(asked.get("chat_template_kwargs") or {})
             pieces = appended_pieces(name, history, new, asked.get("tools") or [], options)
-            assert turn.prompt[len(whole) :] == self.served.renderer.ids_of(pieces)
+            assert turn.prompt_ids[len(whole) :] == self.served.renderer.ids_of(pieces)
 
 
 def _flags(model: RendererModel) -> tuple[str, ...]:
@@ -157,33 +128,6 @@ def _flags(model: RendererModel) -> tuple[str, ...]:
     grammars = {"backend": backend, "disable_any_whitespace": True}
     own = ("--structured-outputs-config", json.dumps(grammars), "--max-model-len", "8192")
     return (*own, *model.flags)
-
-
-def _turn_of(response: httpx.Response) -> Turn:
-    streamed = response.headers["content-type"].startswith("text/event-stream")
-    chunks = (
-        [each for each in data_of(response.content) if each["choices"]] if streamed else [response.json()]
-    )
-    [message] = assembled(response)
-    choices = [chunk["choices"][0] for chunk in chunks]
-    headers = response.headers
-    reason = headers.get("x-prompt-reason")
-    return Turn(
-        prompt=chunks[0]["prompt_token_ids"],
-        sampled=[token for choice in choices for token in choice.get("token_ids") or ()],
-        finish=next(choice["finish_reason"] for choice in choices if choice.get("finish_reason")),
-        message=message,
-        source=headers["x-prompt-source"] + (f": {reason}" if reason else ""),
-        appended=int(headers.get("x-prompt-appended", 0)),
-    )
-
-
-def _ready(url: str) -> bool:
-    try:
-        engines = httpx.get(f"{url}/ready", timeout=30).json().get("engines") or []
-    except httpx.TransportError:
-        return False
-    return bool(engines) and all(engine["ready"] and engine["append"] == "ready" for engine in engines)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -202,39 +146,35 @@ def served(
     """A model that a real vLLM serves: with the plugin, or as it is, with a proxy in front of it."""
     model, oracle = renderer
     folder = tmp_path_factory.mktemp(model.name)
-    inside = request.param == WAYS[0]
-    with start_engine(
-        model.folder, folder / "vllm.log", *_flags(model), plugin=inside, environment=model.environment
-    ) as engine:
-        engine.wait_ready(START_TIMEOUT_S)
-        if inside:
-            with httpx.Client(base_url=engine.url, timeout=240) as http:
-                wait_until(lambda: _ready(engine.url), START_TIMEOUT_S)
-                yield Served(model, http, oracle)
-            return
-        with (
-            ServeProcess([engine.url], folder / "proxy.log", "--store", "memory:") as proxy,
-            httpx.Client(base_url=proxy.url, timeout=240) as http,
-        ):
-            wait_until(lambda: _ready(proxy.url), START_TIMEOUT_S)
-            yield Served(model, http, oracle)
+    with (
+        run_way(
+            request.param,
+            model.folder,
+            folder / "vllm.log",
+            *_flags(model),
+            environment=model.environment,
+            template=False,
+        ) as url,
+        httpx.Client(base_url=url, timeout=240) as http,
+    ):
+        yield Served(model, http, oracle)
 
 
-def _results(turn: Turn) -> list[Message]:
+def _results(turn: Answered) -> list[Message]:
     calls = turn.message.get("tool_calls") or []
     return [{"role": "tool", "tool_call_id": call["id"], "content": "17 °C, sunny"} for call in calls]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_follow_ups_of_users_are_exact(served: Served, stream: bool) -> None:
-    talk = Talk(served, {}, stream, [_SYSTEM])
+    talk = Talk(served, _SYSTEM, stream=stream)
     for text in ("What is the weather in Bern?", "And in Oslo?", "Sure?", "Thanks."):
         talk.ask(user(text))
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_follow_ups_with_tools_are_exact(served: Served, stream: bool) -> None:
-    talk = Talk(served, {"tools": served.tools}, stream)
+    talk = Talk(served, stream=stream, tools=served.tools)
     called = talk.ask(user("What is the weather in Bern?"), tool_choice="required")
     assert called.message.get("tool_calls")
     talk.ask(*_results(called))
@@ -246,7 +186,7 @@ def test_follow_ups_with_tools_are_exact(served: Served, stream: bool) -> None:
 def test_follow_ups_with_thinking_are_exact(served: Served, stream: bool) -> None:
     if served.model.mode == "mistral":
         pytest.skip("vLLM refuses template arguments for Mistral's tokenizers")
-    talk = Talk(served, {"chat_template_kwargs": {"thinking": True}}, stream)
+    talk = Talk(served, stream=stream, chat_template_kwargs={"thinking": True})
     for text in ("What is the weather in Bern?", "And in Oslo?", "Sure?", "Thanks."):
         talk.ask(user(text))
 
@@ -254,21 +194,19 @@ def test_follow_ups_with_thinking_are_exact(served: Served, stream: bool) -> Non
 def test_cut_turn_is_closed_by_the_stop_token(served: Served) -> None:
     if served.model.mode not in ("mistral", "deepseek_v32", "deepseek_v4", "deepseek_v41"):
         pytest.skip("its turns are closed by more than the stop token")
-    fields = {} if served.model.mode == "mistral" else {"chat_template_kwargs": {"thinking": False}}
-    talk = Talk(served, fields, False)
+    talk = Talk(served)
+    if served.model.mode != "mistral":
+        talk.fields["chat_template_kwargs"] = {"thinking": False}
     cut = talk.ask(user("What is the weather in Bern?"), max_tokens=3, logit_bias={})
     assert cut.finish == "length"
     turn = talk.ask(user("And in Oslo?"))
-    assert turn.prompt[len(cut.prompt) + len(cut.sampled)] == served.model.eos
+    assert turn.prompt_ids[len(cut.prompt_ids) + len(cut.ids)] == served.model.eos
 
 
 def test_edited_history_is_rendered_by_the_engine(served: Served) -> None:
-    talk = Talk(served, {}, False)
+    talk = Talk(served)
     talk.ask(user("What is the weather in Bern?"))
     said = [talk.messages[0], {"role": "assistant", "content": "Rain."}, user("And in Oslo?")]
-    response = served.http.post(
-        "/v1/chat/completions", json={"messages": said, "return_token_ids": True, "max_tokens": 2}
-    )
-    turn = _turn_of(response)
+    turn = Conversation(served.http, said).ask(max_tokens=2)
     assert turn.source.startswith("rendered")
-    assert turn.prompt == served.renderer.consumed({"messages": said})
+    assert turn.prompt_ids == served.renderer.consumed({"messages": said})

@@ -39,20 +39,3 @@ def test_layout_renders_like_the_engine(engine: tuple[str, EngineRenderer]) -> N
         if not same:
             different.append(cell.name)
     assert not different
-
-
-def test_tokenize_and_the_chat_route_agree(engine: tuple[str, EngineRenderer]) -> None:
-    """Where the request has no field that /tokenize does not know, and no reasoning_content."""
-    name, renderer = engine
-    if name == "harmony":
-        pytest.skip("/tokenize does not render Harmony")
-    for cell in cells(name):
-        if "reasoning" in cell.name or "reasoning_effort" in cell.options:
-            continue
-        answers = []
-        for ask in (renderer.tokenized, renderer.consumed):
-            try:
-                answers.append(ask(cell.body))
-            except Refused:
-                answers.append([])
-        assert answers[0] == answers[1], cell.name

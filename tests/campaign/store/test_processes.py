@@ -1,30 +1,42 @@
-"""Several processes that share a store, and one that is killed."""
+"""Several processes that share a store."""
 
 import asyncio
-import signal
-import subprocess
-import sys
-from pathlib import Path
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 
-from tests.support.store_utils import Usage, add, digest_of, make_turn, opened, usage
-from tokenproxy.record.store import Candidate, Store
+from tests.support.store_utils import Usage, add, digest_of, entry, make_turn, opened, usage
+from tokenproxy.record.store import Candidate, Limits, Store
 
-_ROOT = Path(__file__).parents[3]
 _PROCESSES = 8
-_ENDLESS = 10**6
 
 
-def _start(url: str, *arguments: object) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "tests.campaign.store.writers", url, *map(str, arguments)]
-    return subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True)
+async def _add_chain(store: Store, rollout: str, turns: int) -> list[str]:
+    added: list[str] = []
+    for _ in range(turns):
+        turn = make_turn(rollout, parent=added[-1] if added else None)
+        await add(store, turn, entry(turn.id, "ids"), entry("shared"))
+        added.append(turn.id)
+    return added
 
 
-def _run(url: str, *arguments: object) -> list[str]:
-    """The lines that processes have printed, after they have ended."""
-    with _start(url, *arguments) as running:
-        printed = running.communicate(timeout=60)[0]
-    assert running.returncode == 0
-    return printed.split()
+async def _add(url: str, process: int, chains: int, turns: int, max_bytes: int) -> list[str]:
+    async with opened(url, Limits(max_bytes=max_bytes)) as store:
+        rollouts = [f"{process}-{number}" for number in range(chains)]
+        added = await asyncio.gather(*(_add_chain(store, rollout, turns) for rollout in rollouts))
+    return [turn for chain in added for turn in chain]
+
+
+def _write(*arguments: object) -> list[str]:
+    return asyncio.run(_add(*arguments))  # type: ignore[arg-type]
+
+
+async def _written(url: str, *sizes: int) -> list[str]:
+    """The ids of the turns that all processes have added at once."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(_PROCESSES, mp_context=spawn) as pool:
+        running = [pool.submit(_write, url, number, *sizes) for number in range(_PROCESSES)]
+        written = await asyncio.gather(*map(asyncio.wrap_future, running))
+    return [turn for each in written for turn in each]
 
 
 async def _found(store: Store, turns: list[str]) -> dict[str, Candidate]:
@@ -35,7 +47,7 @@ async def _found(store: Store, turns: list[str]) -> dict[str, Candidate]:
 
 
 async def test_nothing_is_lost_between_eight_writers(shared_url: str) -> None:
-    added = await asyncio.to_thread(_run, shared_url, _PROCESSES, 3, 10, 2**30)
+    added = await _written(shared_url, 3, 10, 2**30)
     assert len(added) == 30 * _PROCESSES
     async with opened(shared_url) as store:
         found = await _found(store, added)
@@ -57,7 +69,7 @@ async def test_nothing_is_lost_between_eight_writers(shared_url: str) -> None:
 
 async def test_the_sums_are_right_while_all_processes_evict(shared_url: str) -> None:
     limit = 50_000
-    added = await asyncio.to_thread(_run, shared_url, _PROCESSES, 15, 2, limit)
+    added = await _written(shared_url, 15, 2, limit)
     async with opened(shared_url) as store:
         sessions = await store.sessions(limit=1000)
         held = [turn.id for session in sessions for turn in await store.turns(session.id)]
@@ -67,23 +79,3 @@ async def test_the_sums_are_right_while_all_processes_evict(shared_url: str) -> 
         found = await _found(store, added)
         assert [turn for turn, each in found.items() if each.turn] == [turn for turn in added if turn in held]
         assert found.keys() == set(added)
-
-
-async def test_what_was_added_survives_a_kill(shared_url: str) -> None:
-    with _start(shared_url, 1, 2, _ENDLESS, 2**30) as writer:
-        assert writer.stdout is not None
-        added = [writer.stdout.readline() for _ in range(50)]
-        writer.kill()
-        added += writer.stdout.readlines()
-    assert writer.returncode == -signal.SIGKILL
-    ids = [line.strip() for line in added if line.endswith("\n")]
-    async with opened(shared_url) as store:
-        found = await _found(store, ids)
-        assert [each.turn for each in found.values()] == list(found) == ids
-        for rollout in ("0-0", "0-1"):
-            turns = await store.turns(rollout)
-            assert await store.path(turns[-1].id) == turns
-            session = await store.session(rollout)
-            assert session is not None and len(turns) == session.turns
-        await add(store, make_turn("after"))
-        assert len(await store.turns("after")) == 1

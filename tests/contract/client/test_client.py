@@ -16,7 +16,7 @@ from tests.support.fake_vllm import Canned, FakeVllm, Reply
 from tests.support.ports import held_port
 from tests.support.scraping import Scrape
 from tests.support.talk import user
-from tests.support.tiny_model import END, TinyModel
+from tests.support.tiny_model import END
 from tests.support.utils import run_proxy, wait_until
 from tokenproxy.client import (
     AsyncClient,
@@ -61,12 +61,6 @@ class _BlockingClient(ExitStack):
 def open_client(request: pytest.FixtureRequest) -> Open:
     """Makes a client of either kind."""
     return lambda url, **options: request.param(str(url), **options)
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_model: TinyModel) -> Iterator[FakeVllm]:
-    with FakeVllm(tiny_model) as engine:
-        yield engine
 
 
 @pytest.fixture

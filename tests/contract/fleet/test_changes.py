@@ -1,8 +1,7 @@
 """Changes of the fleet by the admin API: shared through a store, and what happens while it does not work."""
 
 import sqlite3
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,9 @@ import httpx
 import pytest
 
 from tests.contract.fleet.memory_engine import MemoryEngine, fleet_of, replica_of
+from tests.contract.fleet.replicas import Start
 from tests.support.fake_vllm import FakeVllm
 from tests.support.stepped import stepped
-from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_app, run_proxy, wait_until
 from tokenproxy.fleet.membership import Membership, fleet_id
 from tokenproxy.fleet.shared import SharedError
@@ -24,12 +23,6 @@ from tokenproxy.store.sqlite import SqliteStore
 _ADMIN = "/admin/replicas"
 _A, _B = "http://a:1", "http://b:2"
 _NEVER_S = 600.0
-
-
-@pytest.fixture
-def start(tiny_model: TinyModel) -> Iterator[Callable[..., FakeVllm]]:
-    with ExitStack() as stack:
-        yield lambda: stack.enter_context(FakeVllm(tiny_model))
 
 
 def _states(client: httpx.Client) -> dict[str, str]:
@@ -55,9 +48,7 @@ def _remove(client: httpx.Client, engine: FakeVllm) -> Any:
 # --- two proxies over one store
 
 
-def test_processes_share_changes_and_apply_their_own_at_once(
-    start: Callable[..., FakeVllm], shared_url: str
-) -> None:
+def test_processes_share_changes_and_apply_their_own_at_once(start: Start, shared_url: str) -> None:
     first, second = start(), start()
     settings: dict[str, Any] = {"store": shared_url, "watch_interval_s": _NEVER_S}
     with run_proxy([first], store=shared_url) as there, run_proxy([first], **settings) as here:
@@ -74,7 +65,7 @@ def test_processes_share_changes_and_apply_their_own_at_once(
         assert listed["changes"] == {}
 
 
-def test_a_process_that_starts_later_applies_changes(start: Callable[..., FakeVllm], sqlite_url: str) -> None:
+def test_a_process_that_starts_later_applies_changes(start: Start, sqlite_url: str) -> None:
     first, second, third = start(), start(), start()
     with run_proxy([first, second], store=sqlite_url) as client:
         _remove(client, first)
@@ -94,7 +85,7 @@ def test_equal_settings_name_one_fleet() -> None:
     assert len({fleet_id([_A, _B], file), *others}) == 4
 
 
-def test_no_credentials_are_stored(start: Callable[..., FakeVllm], tmp_path: Path) -> None:
+def test_no_credentials_are_stored(start: Start, tmp_path: Path) -> None:
     first, second = start(), start()
     secret = first.url.replace("http://", "http://user:secret@")
     file = tmp_path / "x.db"
@@ -110,7 +101,7 @@ def test_no_credentials_are_stored(start: Callable[..., FakeVllm], tmp_path: Pat
 
 
 def test_a_change_that_the_store_does_not_take_changes_nothing(
-    start: Callable[..., FakeVllm], monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fail(*arguments: object) -> None:
         raise SharedError("the store is down")

@@ -22,8 +22,6 @@ from tests.support.stepped import block, elapse, settled, stepped
 from tokenproxy.base.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, Overloaded
 from tokenproxy.fleet.health import BreakerState
 
-_SSE = b"text/event-stream"
-
 
 def _error_stream(code: str) -> Answer:
     event = f'data: {{"error": {{"message": "no", "type": "x", "code": {code}}}}}\n\n'

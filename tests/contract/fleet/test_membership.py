@@ -1,7 +1,7 @@
 """Replicas that come and go: the sources that name them, and the admin API."""
 
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from tests.contract.fleet.memory_engine import MemoryEngine, fleet_of, replica_of
+from tests.contract.fleet.replicas import Start, state_of
 from tests.support.fake_vllm import FakeVllm
 from tests.support.stepped import elapse, stepped
-from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy, wait_until
 from tokenproxy.base.urls import UpstreamsError, normalise_upstream
 from tokenproxy.fleet.membership import Membership, resolve_host
@@ -26,20 +26,6 @@ _HI = {"messages": [{"role": "user", "content": "Hi"}]}
 _A, _B = "http://a:1", "http://b:2"
 
 
-@pytest.fixture
-def start(tiny_model: TinyModel) -> Iterator[Callable[..., FakeVllm]]:
-    with ExitStack() as stack:
-        yield lambda: stack.enter_context(FakeVllm(tiny_model))
-
-
-def _state(client: httpx.Client, engine: FakeVllm) -> str:
-    """The state of a replica by the metrics."""
-    label = f'tokenproxy_replica_state{{replica="{engine.url}",state="'
-    lines = client.get("/metrics").text.splitlines()
-    [state] = [line.removeprefix(label) for line in lines if line.startswith(label) and line.endswith(" 1.0")]
-    return state.partition('"')[0]
-
-
 def _run(client: httpx.Client, engines: list[FakeVllm]) -> list[bool]:
     """Send some requests; for each engine whether it got any of them."""
     before = [len(engine.seen(_CHAT)) for engine in engines]
@@ -49,19 +35,19 @@ def _run(client: httpx.Client, engines: list[FakeVllm]) -> list[bool]:
     return [len(engine.seen(_CHAT)) > count for engine, count in zip(engines, before, strict=True)]
 
 
-def test_a_replica_is_added_drained_and_removed(start: Callable[..., FakeVllm]) -> None:
+def test_a_replica_is_added_drained_and_removed(start: Start) -> None:
     first, second = engines = [start(), start()]
     with run_proxy([first], store="memory:") as client:
         assert client.post(_ADMIN, json={"url": second.url + "/v1/"}).status_code == 200
         wait_until(lambda: all(each["ready"] for each in client.get("/ready").json()["engines"]))
-        wait_until(lambda: _state(client, second) == "ready")
+        wait_until(lambda: state_of(client, second) == "ready")
         assert _run(client, engines) == [True, True]
         drained = client.post(f"{_ADMIN}/drain", json={"url": first.url}).json()["replicas"][0]
         assert (drained["draining"], drained["requests"]) == (True, 0)
-        assert _state(client, first) == "draining"
+        assert state_of(client, first) == "draining"
         assert _run(client, engines) == [False, True]
         client.post(_ADMIN, json={"url": first.url})
-        assert _state(client, first) == "ready"
+        assert state_of(client, first) == "ready"
         assert client.delete(_ADMIN, params={"url": second.url}).status_code == 200
         assert _run(client, engines) == [True, False]
         assert [replica["engine"] for replica in client.get(_ADMIN).json()["replicas"]] == [first.url]

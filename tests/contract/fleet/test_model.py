@@ -1,7 +1,7 @@
 """A fleet serves one model with one way to render: a replica that differs is not ready, and says why."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 
 from chat_tokenizer import ChatTokenizer
 from tests.contract.fleet.memory_engine import MemoryEngine, answers, ask, engines, fleet_of, gone, replica_of
+from tests.contract.fleet.replicas import Start, state_of
 from tests.support.fake_vision import FakeVision, picture
 from tests.support.fake_vllm import Canned, FakeVllm, Reply, Variant
 from tests.support.stepped import elapse, settled, stepped
@@ -25,14 +26,8 @@ from tokenproxy.monitoring.metrics import ReplicaState
 
 _CHAT, _TOKENS, _ADMIN = "/v1/chat/completions", "/v1/chat/completions/tokens", "/admin/replicas"
 _HI = {"role": "user", "content": "Hi"}
+_IDS = {"prompt_ids": [1, 74]}
 _JSON = {"content-type": "application/json"}
-
-
-@pytest.fixture
-def start(tiny_model: TinyModel) -> Iterator[Callable[..., FakeVllm]]:
-    """Starts fake engines; a given port restarts one."""
-    with ExitStack() as stack:
-        yield lambda kind=FakeVllm, **options: stack.enter_context(kind(tiny_model, **options))
 
 
 def _report(client: httpx.Client, engine: FakeVllm) -> Any:
@@ -40,23 +35,10 @@ def _report(client: httpx.Client, engine: FakeVllm) -> Any:
     return next((each for each in engines if each["engine"] == engine.url), {})
 
 
-def _state(client: httpx.Client, engine: FakeVllm) -> str:
-    """The state of a replica by the metrics."""
-    label = f'tokenproxy_replica_state{{replica="{engine.url}",state="'
-    lines = client.get("/metrics").text.splitlines()
-    shown = [line.removeprefix(label) for line in lines if line.startswith(label) and line.endswith(" 1.0")]
-    return shown[0].partition('"')[0] if shown else ""
-
-
 def _join(client: httpx.Client, engine: FakeVllm, state: str) -> None:
     """Add a replica, and wait until it is in a state."""
     assert client.post(_ADMIN, json={"url": engine.url}).status_code == 200
-    wait_until(lambda: _state(client, engine) == state)
-
-
-def _completions(engine: FakeVllm) -> int:
-    """Number of completions of clients that the engine got."""
-    return sum(seen.json.get("max_tokens") != 1 for seen in engine.seen(_CHAT))
+    wait_until(lambda: state_of(client, engine) == state)
 
 
 def _other_name(engine: FakeVllm) -> None:
@@ -97,7 +79,7 @@ def _other_template(engine: FakeVllm) -> None:
     ],
 )
 def test_a_replica_that_differs_is_not_ready_and_says_why(
-    start: Callable[..., FakeVllm], change: Callable[[FakeVllm], None], problem: str
+    start: Start, change: Callable[[FakeVllm], None], problem: str
 ) -> None:
     first, other = start(), start()
     change(other)
@@ -110,7 +92,7 @@ def test_a_replica_that_differs_is_not_ready_and_says_why(
         for number in range(6):
             answer = client.post(_CHAT, json={"messages": [{"role": "user", "content": f"Hi {number}"}]})
             assert answer.status_code == 200
-        assert (_completions(first), _completions(other)) == (6, 0)
+        assert (len(first.generations()), len(other.generations())) == (6, 0)
         if change is _no_ids:  # images need other routes than these two engines have
             vision = start(FakeVision)
             _join(client, vision, "different")
@@ -118,7 +100,7 @@ def test_a_replica_that_differs_is_not_ready_and_says_why(
 
 
 def test_another_model_is_served_once_no_replica_with_the_first_responds(
-    start: Callable[..., FakeVllm],
+    start: Start,
 ) -> None:
     """Nothing is continued with it. A replica with the first model that comes back then differs."""
     old, new = start(), start()
@@ -129,18 +111,18 @@ def test_another_model_is_served_once_no_replica_with_the_first_responds(
         messages = [_HI, first.json()["choices"][0]["message"], {"role": "user", "content": "more"}]
         old.kill()
         wait_until(lambda: _report(client, new)["ready"])
-        assert _state(client, new) == "ready"
+        assert state_of(client, new) == "ready"
         answer = client.post(_CHAT, json={"messages": messages})
         assert (answer.headers["x-prompt-source"], answer.headers["x-prompt-reason"]) == (
             "rendered",
             "model_changed",
         )
         start(port=old.port)
-        wait_until(lambda: _state(client, old) == "different")
+        wait_until(lambda: state_of(client, old) == "different")
         assert "its model is 'tiny', not 'other'" in _report(client, old)["problem"]
 
 
-def test_a_drained_replica_leaves_its_place_to_another_model(start: Callable[..., FakeVllm]) -> None:
+def test_a_drained_replica_leaves_its_place_to_another_model(start: Start) -> None:
     """A request that was planned for the first model and waited meanwhile gets a 503, not its ids."""
     old, new = start(), start()
     _other_name(new)
@@ -160,17 +142,42 @@ def test_a_drained_replica_leaves_its_place_to_another_model(start: Callable[...
         [answer] = answers
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
         assert "another model" in answer.json()["error"]["message"]
-        assert _completions(new) == 0
+        assert len(new.generations()) == 0
         assert client.post(_TOKENS, json={"prompt_ids": [1, 75]}).status_code == 200
-        assert _completions(new) == 1
+        assert len(new.generations()) == 1
         old.release()
         client.post(_ADMIN, json={"url": old.url})
-        wait_until(lambda: _state(client, old) == "different")
+        wait_until(lambda: state_of(client, old) == "different")
 
 
-def test_after_a_failure_another_replica_gets_the_same_prompt(
-    start: Callable[..., FakeVllm], tiny_model: TinyModel
-) -> None:
+def test_no_ids_go_to_an_engine_that_came_back_with_another_model(start: Start) -> None:
+    """Between two health checks, and without a request that the restart broke."""
+    first = start()
+    with run_proxy([first], watch_interval_s=60.0) as client:
+        asked = len(first.seen("/v1/models"))
+        for _ in range(3):
+            assert client.post(_TOKENS, json=_IDS).status_code == 200
+        connections = sum(not seen.reused for seen in first.seen(_CHAT))
+        assert len(first.seen("/v1/models")) <= asked + 1 + connections, "once for each connection"
+        first.kill()
+        same = start(port=first.port)
+        assert client.post(_TOKENS, json=_IDS).status_code == 200
+        assert same.seen("/v1/models")
+        same.kill()
+        other = start(port=first.port)
+        _other_name(other)
+        refused = client.post(_TOKENS, json=_IDS)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
+        assert "another model" in refused.json()["error"]["message"]
+        assert len(other.generations()) == 0
+        wait_until(
+            lambda: [each.get("model") for each in client.get("/ready").json()["engines"]] == ["other"]
+        )
+        assert client.post(_TOKENS, json=_IDS).status_code == 200
+        assert len(other.generations()) == 1
+
+
+def test_after_a_failure_another_replica_gets_the_same_prompt(start: Start, tiny_model: TinyModel) -> None:
     first, second = start(), start()
     with run_proxy([first, second], store="memory:", watch_interval_s=60.0) as client:
         for engine in (first, second):
@@ -185,7 +192,7 @@ def test_after_a_failure_another_replica_gets_the_same_prompt(
         assert sent_ids(other) == [*before, *appended_after(tiny_model, before, [user("more")])]
 
 
-def test_any_replica_tells_the_ids_of_an_image(start: Callable[..., FakeVllm]) -> None:
+def test_any_replica_tells_the_ids_of_an_image(start: Start) -> None:
     first, second = start(FakeVision), start(FakeVision)
     with run_proxy([first, second], store="memory:", watch_interval_s=60.0) as client:
         first.kill()

@@ -45,10 +45,6 @@ def start(tiny_model: TinyModel) -> Iterator[Start]:
         yield start
 
 
-def _generations(engine: FakeTrained) -> int:
-    return sum(seen.json.get("max_tokens") != 1 for seen in engine.seen(_CHAT))
-
-
 def _states(client: httpx.Client) -> list[bool]:
     return [engine["ready"] for engine in client.get("/ready").json()["engines"]]
 
@@ -171,8 +167,8 @@ def test_a_failed_replica_does_not_get_the_name_of_weights_that_it_lacks(start: 
         bad.refuses = {"/start_weight_update": 500}
         assert 424 in update(client, "9")
         assert _states(client) == [True, False]
-        before = _generations(bad)
-        assert ([_chat(client) for _ in range(4)], _generations(bad)) == ([200] * 4, before)
+        before = len(bad.generations())
+        assert ([_chat(client) for _ in range(4)], len(bad.generations())) == ([200] * 4, before)
         bad.refuses.clear()
         assert update(client, "10") == [200] * 5
         assert _states(client) == [True, True]
@@ -219,7 +215,7 @@ def test_requests_wait_while_the_fleet_is_held_whatever_the_limits_of_the_queue(
             ("/start_weight_update", "/update_weight_version", "/finish_weight_update"),
             ("/sleep?level=1", "/wake_up?tags=weights", "/wake_up"),
         ):
-            before = sum(map(_generations, replicas))
+            before = sum(len(each.generations()) for each in replicas)
             assert client.post(begin).status_code == 200
             waiting = [pool.submit(_chat, client) for _ in range(6)]
             wait_until(lambda: "tokenproxy_requests_queued 6.0" in client.get("/metrics").text)
@@ -228,7 +224,7 @@ def test_requests_wait_while_the_fleet_is_held_whatever_the_limits_of_the_queue(
             assert client.get("/v1/models").status_code == 200
             assert client.post("/tokenize", json={"prompt": "hi"}).status_code == 200
             assert not any(each.done() for each in waiting)
-            assert sum(map(_generations, replicas)) == before
+            assert sum(len(each.generations()) for each in replicas) == before
             assert client.post(end).status_code == 200
             assert [each.result() for each in waiting] == [200] * 6
         assert all(engine.version.startswith("update-2") for engine in replicas)

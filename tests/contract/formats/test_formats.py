@@ -133,15 +133,10 @@ def _last_event(content: bytes) -> bytes:
     return content.removesuffix(b"\n\n").rpartition(b"\n\n")[2]
 
 
-def _generations(fake: FakeVllm) -> list[tuple[str, Body]]:
-    """Path and body of each generation, without those of one id by which the proxy examines an engine."""
-    found = [(seen.path, seen.json) for seen in fake.requests if seen.path in (CHAT, GENERATE, COMPLETIONS)]
-    return [(path, body) for path, body in found if body.get("sampling_params", body).get("max_tokens") != 1]
-
-
 def _sent(fake: FakeVllm) -> list[int]:
     """The ids of the last prompt that the engine was given."""
-    path, body = _generations(fake)[-1]
+    last = fake.generations()[-1]
+    path, body = last.path, last.json
     if path == CHAT:
         body = body["kv_transfer_params"]
     ids: list[int] = body[{CHAT: "prompt_token_ids", GENERATE: "token_ids", COMPLETIONS: "prompt"}[path]]
@@ -282,8 +277,8 @@ def test_fields_of_the_session_have_their_chat_names(pair: Pair, caller: Caller)
     if caller.form.name == "generate":
         asked = {"sampling_params": asked}
     assert caller.post({**caller.first, **asked}).status_code == 200
-    [(_, body)] = _generations(pair.fake)
-    sampling = body.get("sampling_params", body)
+    [generated] = pair.fake.generations()
+    sampling = generated.json.get("sampling_params", generated.json)
     assert sampling.items() >= {"max_tokens": 7, "temperature": 0.5, "top_p": 0.9}.items()
 
 
@@ -293,7 +288,7 @@ def test_bodies_that_are_no_json_object(pair: Pair, caller: Caller) -> None:
         answer = caller.client.post(caller.form.path, content=body)
         assert answer.status_code == 400
         assert _message(caller.form, answer)
-    assert _generations(pair.fake) == []
+    assert pair.fake.generations() == []
 
 
 @each_format

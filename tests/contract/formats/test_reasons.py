@@ -1,17 +1,16 @@
 """Every reason that the chat route can give is provoked here, and none is left out."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.support.fake_vllm import Canned, FakeVllm, Reply, Variant
+from tests.support.fake_vllm import Canned, FakeVllm, Reply
+from tests.support.scraping import Scrape
 from tests.support.talk import CHAT, Answered, Message, Talk, call, result, sent_ids, user
-from tests.support.tiny_model import CHATML, END, SPLIT, TinyModel
-from tests.support.utils import Pair, run_proxy
+from tests.support.tiny_model import CHATML, END, SPLIT
 from tokenproxy.record.vocabulary import Reason
 
 _MORE = user("more")
@@ -28,25 +27,6 @@ _NOT_HERE = {
     ),
 }
 """Reasons that tests of other files provoke."""
-
-
-@pytest.fixture
-def other(tiny_model: TinyModel) -> Iterator[Callable[..., Talk]]:
-    """Makes a conversation with an engine and a proxy of its own."""
-    with ExitStack() as stack:
-
-        def make(
-            prepare: Callable[[FakeVllm], None] = lambda engine: None,
-            variant: Variant = Variant.CHAT,
-            model: TinyModel = tiny_model,
-            **settings: Any,
-        ) -> Talk:
-            engine = stack.enter_context(FakeVllm(model, variant))
-            prepare(engine)
-            client = stack.enter_context(run_proxy([engine], **{"store": "memory:", **settings}))
-            return Talk(Pair(engine, client), model)
-
-        yield make
 
 
 def _second(made: Talk, reply: Reply | None = None, **fields: Any) -> Answered:
@@ -109,9 +89,7 @@ _OF_ONE_PROXY: dict[str, Callable[[Callable[..., Talk]], Answered]] = {
 
 
 def _counted(client: httpx.Client, source: str, reason: str) -> float:
-    start = f'tokenproxy_prompts_total{{reason="{reason}",source="{source}"}}'
-    lines = client.get("/metrics").text.splitlines()
-    return next((float(line.split(" ")[1]) for line in lines if line.startswith(start)), 0.0)
+    return Scrape(client).value("prompts_total", source=source, reason=reason)
 
 
 @pytest.mark.parametrize("reason", _OF_ONE_PROXY)
@@ -123,17 +101,17 @@ def test_reasons(talk: Callable[..., Talk], client: httpx.Client, reason: str) -
     assert _counted(client, source, reason) == before[source] + 1
 
 
-def test_no_tokenizer(other: Callable[..., Talk], tmp_path: Path) -> None:
-    assert _second(other(tokenizer=str(tmp_path))).reason == "no_tokenizer"
+def test_no_tokenizer(own_talk: Callable[..., Talk], tmp_path: Path) -> None:
+    assert _second(own_talk(tokenizer=str(tmp_path))).reason == "no_tokenizer"
 
 
-def test_renderer_unavailable(other: Callable[..., Talk]) -> None:
+def test_renderer_unavailable(own_talk: Callable[..., Talk]) -> None:
     template = CHATML.replace("'<|im_start|>' + message.role", "'<|im_start|>' + message.role | upper")
 
     def renders_otherwise(engine: FakeVllm) -> None:
         engine.chat_template = template
 
-    made = other(renders_otherwise)
+    made = own_talk(renders_otherwise)
     made.ask(reply=Reply(SPLIT))
     assert made.ask(_MORE, reply=Reply(SPLIT)).source == "extended"
     made.pair.fake.canned["/tokenize"] = Canned(b'{"error": "busy"}', 503)
@@ -151,9 +129,9 @@ def test_a_default_of_the_tool_in_a_call_is_no_edit(talk: Callable[..., Talk]) -
     assert made.follow(result(whole, "17")).reason == ""
 
 
-def test_rendering_changed(other: Callable[..., Talk]) -> None:
+def test_rendering_changed(own_talk: Callable[..., Talk]) -> None:
     """A field counts only if this engine prints it: the proxy determined that by test requests."""
-    made = other(lambda engine: setattr(engine, "rendered_fields", ("tool_choice",)))
+    made = own_talk(lambda engine: setattr(engine, "rendered_fields", ("tool_choice",)))
     made.fields = {"tools": [{"type": "function", "function": {"name": "f"}}]}
     changes: list[Any] = [{"tool_choice": "required"}, {"response_format": {"type": "json_object"}}]
     for fields, reason in zip(changes, ("rendering_changed", ""), strict=True):
@@ -162,8 +140,8 @@ def test_rendering_changed(other: Callable[..., Talk]) -> None:
         assert made.ask(_MORE).reason == reason
 
 
-def test_evicted(other: Callable[..., Talk]) -> None:
-    assert _second(other(store_max_bytes=1)).reason == "evicted"
+def test_evicted(own_talk: Callable[..., Talk]) -> None:
+    assert _second(own_talk(store_max_bytes=1)).reason == "evicted"
 
 
 def test_none_is_left_out() -> None:

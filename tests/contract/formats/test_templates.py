@@ -1,8 +1,7 @@
 """Templates whose last turn does not decide what follows, or that leave out thinking of earlier turns."""
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,11 @@ import pytest
 
 from chat_tokenizer import ChatTokenizer
 from chat_tokenizer.proof import Proof
-from tests.support.fake_vllm import FakeVllm, Reply
+from tests.support.fake_vllm import Reply
 from tests.support.talk import CHAT, Talk, call, result, user
-from tests.support.tiny_model import END, TinyModel, make_tiny_model
-from tests.support.tiny_templates import COUNTS_MESSAGES
-from tests.support.utils import Pair, run_proxy, wait_until
+from tests.support.tiny_model import END, make_tiny_model
+from tests.support.tiny_templates import COUNTS_MESSAGES, NEVER_THINKS, THINKS, THINKS_AFTER_LAST_USER
+from tests.support.utils import wait_until
 
 _TOKENS = f"{CHAT}/tokens"
 _NEW = [user("And then?")]
@@ -28,17 +27,11 @@ def own_proofs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def start(tmp_path: Path, own_proofs: None) -> Iterator[Start]:
+def start(tmp_path: Path, own_proofs: None, own_talk: Start) -> Start:
     """Makes a conversation with an engine that runs with a template, and a proxy before it."""
-    with ExitStack() as stack:
-
-        def made(template: str, **settings: Any) -> Talk:
-            model = make_tiny_model(tmp_path / "model", template)
-            engine = stack.enter_context(FakeVllm(model))
-            options = {"store": "memory:", **settings}
-            return Talk(Pair(engine, stack.enter_context(run_proxy([engine], **options))), model)
-
-        yield made
+    return lambda template, **settings: own_talk(
+        model=make_tiny_model(tmp_path / "model", template), **settings
+    )
 
 
 def test_whole_history_is_rendered_if_the_suffix_depends_on_it(start: Start) -> None:
@@ -60,7 +53,7 @@ def test_without_the_history_only_proved_templates_are_answered(start: Start) ->
 
 
 @pytest.mark.usefixtures("own_proofs")
-def test_requests_before_the_proof(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_before_the_proof(own_talk: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, prove = threading.Event(), ChatTokenizer.prove
 
     def later(tokenizer: ChatTokenizer, folder: Path | None = None) -> Proof:
@@ -70,31 +63,17 @@ def test_requests_before_the_proof(tiny_model: TinyModel, monkeypatch: pytest.Mo
     monkeypatch.setattr(ChatTokenizer, "prove", later)
     monkeypatch.setattr("tests.support.utils._examined", lambda engine: engine.get("append") == "ready")
     body = {"prompt_ids": [1, 74, END], "append_messages": _NEW}
-    with FakeVllm(tiny_model) as engine, run_proxy([engine], store="memory:") as client:
-        talk = Talk(Pair(engine, client), tiny_model)
-        talk.ask()
-        talk.follow(user("more"))
-        refused = client.post(_TOKENS, json=body)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "template_unproved")
-        history = [user("Hi"), {"role": "assistant", "content": "h"}]
-        assert client.post(_TOKENS, json={**body, "messages": history}).status_code == 200
-        go_on.set()
-        wait_until(lambda: client.post(_TOKENS, json=body).status_code == 200)
-        talk.follow(user("more"))
-
-
-_SHOWN = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-_CHAT = (
-    "{{% for m in messages %}}<|im_start|>{{{{ m.role }}}}\n{}{{{{ m.content }}}}"
-    "{{% for c in m.tool_calls or [] %}}[{{{{ c.function.name }}}}]{{% endfor %}}<|im_end|>\n{{% endfor %}}"
-    "{{% if add_generation_prompt %}}<|im_start|>assistant\n{{% endif %}}"
-)
-_ALWAYS, _NEVER = _CHAT.format(_SHOWN), _CHAT.format("")
-_AFTER_LAST_USER = (
-    "{% set ns = namespace(last=0) %}"
-    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
-    + _CHAT.format("{% if loop.index0 > ns.last %}" + _SHOWN + "{% endif %}")
-)
+    talk = own_talk()
+    client = talk.pair.client
+    talk.ask()
+    talk.follow(user("more"))
+    refused = client.post(_TOKENS, json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "template_unproved")
+    history = [user("Hi"), {"role": "assistant", "content": "h"}]
+    assert client.post(_TOKENS, json={**body, "messages": history}).status_code == 200
+    go_on.set()
+    wait_until(lambda: client.post(_TOKENS, json=body).status_code == 200)
+    talk.follow(user("more"))
 
 
 def _thought(index: int, **message: Any) -> Reply:
@@ -104,7 +83,7 @@ def _thought(index: int, **message: Any) -> Reply:
 
 def test_thinking_stays_while_tools_are_called(start: Start) -> None:
     """A template that drops it at the next user message keeps it before: these turns are one sample."""
-    talk = start(_AFTER_LAST_USER, thinking_policy="template")
+    talk = start(THINKS_AFTER_LAST_USER, thinking_policy="template")
     calls = [call(), call()]
     talk.ask(reply=_thought(0, tool_calls=[calls[0]]))
     assert talk.ask(result(calls[0], "4"), reply=_thought(1, tool_calls=[calls[1]])).reason == ""
@@ -112,7 +91,7 @@ def test_thinking_stays_while_tools_are_called(start: Start) -> None:
     assert talk.ask(user("more"), reply=_thought(3)).reason == "thinking_dropped"
 
 
-@pytest.mark.parametrize("template, dropped", [(_ALWAYS, ""), (_NEVER, "thinking_dropped")])
+@pytest.mark.parametrize("template, dropped", [(THINKS, ""), (NEVER_THINKS, "thinking_dropped")])
 def test_sessions_choose(start: Start, template: str, dropped: str) -> None:
     """By default all is kept."""
     first = start(template)
@@ -129,7 +108,7 @@ def test_sessions_choose(start: Start, template: str, dropped: str) -> None:
     ("path", "name"), [(CHAT, "messages"), ("/v1/messages", "messages"), ("/v1/responses", "input")]
 )
 def test_requests_of_every_format_choose(start: Start, path: str, name: str) -> None:
-    talk = start(_NEVER)
+    talk = start(NEVER_THINKS)
     fields = {"model": "tiny", "thinking_policy": "template"} | ({"max_tokens": 9} if name != "input" else {})
     talk.pair.fake.replies.append(_thought(0))
     said = [user("Hi")]

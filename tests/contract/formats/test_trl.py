@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.fake_vision import PLACEHOLDER, FakeVision, ids_of_image, picture
 from tests.support.fake_vllm import MAX_MODEL_LEN, FakeVllm, Reply
-from tests.support.talk import CHAT, user
+from tests.support.talk import user
 from tests.support.tiny_model import END, HI, TinyModel
 from tests.support.utils import EVERY_SPELLING, run_proxy
 from tokenproxy.base.errors import EngineBroken
@@ -25,10 +25,6 @@ WHOLE: dict[str, Any] = {
     **{"max_tokens": 16, "logprobs": 0, "structured_outputs_regex": None, "generation_kwargs": {}},
 }
 """The fields that TRL's client sends each time, next to the prompts."""
-
-
-def _sent(fake: FakeVllm) -> list[dict[str, Any]]:
-    return [seen.json for seen in fake.requests if seen.path == CHAT and seen.json.get("max_tokens") != 1]
 
 
 def _post(client: httpx.Client, path: str, **fields: Any) -> dict[str, Any]:
@@ -63,7 +59,7 @@ def test_rendering_with_tools(client: httpx.Client, fake: FakeVllm, tiny_model: 
     messages = [[user("One")], [user("Two")]]
     answer = _post(client, BATCH_CHAT, messages=messages, tools=tools, chat_template_kwargs=kwargs)
     assert answer["prompt_ids"] == [tiny_model.render(each, tools=tools, **kwargs) for each in messages]
-    assert all(body["tool_choice"] == "none" for body in _sent(fake)[-2:])
+    assert all(seen.json["tool_choice"] == "none" for seen in fake.generations()[-2:])
 
 
 def test_conversations_are_continued_exactly(client: httpx.Client, fake: FakeVllm) -> None:
@@ -80,7 +76,7 @@ def test_sampling_parameters_reach_the_engine(client: httpx.Client, fake: FakeVl
     sampling = {"top_p": 0.9, "top_k": 5, "min_p": 0.1, "max_tokens": 9, "repetition_penalty": 1.1}
     named = {"logprobs": 3, "structured_outputs_regex": "a+", "generation_kwargs": more}
     _post(client, GENERATE, prompts=[[1, 74]], **sampling, **named)
-    body = _sent(fake)[-1]
+    body = fake.generations()[-1].json
     wanted = {**sampling, **more, "top_logprobs": 3, "logprobs": True, "structured_outputs": {"regex": "a+"}}
     assert {name: body[name] for name in wanted} == wanted
 

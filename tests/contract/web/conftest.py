@@ -5,14 +5,7 @@ import pytest
 
 from tests.contract.web.feed_client import Feed
 from tests.support.fake_vllm import FakeVllm
-from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_model: TinyModel) -> Iterator[FakeVllm]:
-    with FakeVllm(tiny_model) as engine:
-        yield engine
 
 
 @pytest.fixture

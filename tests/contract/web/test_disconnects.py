@@ -1,6 +1,9 @@
-"""Clients that leave: the engine stops sampling for them, and they are counted."""
+"""Clients that leave: the engine stops sampling for them, they are counted, and nothing of them stays."""
 
+import asyncio
+import gc
 import json
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -49,3 +52,27 @@ def test_a_client_that_leaves_while_it_sends(fake: FakeVllm, client: httpx.Clien
         wait_until(lambda: Scrape(client).value("requests_in_flight") == 1)
     _await_counted(client, before, _TOKENS, "499")
     assert fake.seen(_CHAT) == []
+
+
+def _tasks() -> int:
+    """Unfinished tasks of all event loops of this process: the proxy's and the engine's."""
+    gc.collect()
+    return sum(isinstance(found, asyncio.Task) and not found.done() for found in gc.get_objects())
+
+
+@pytest.mark.parametrize("hold_at", [0, 1])
+@pytest.mark.parametrize("path, body", [(_TOKENS, _IDS), (_CHAT, _HI)])
+def test_many_clients_that_leave_together(
+    fake: FakeVllm, client: httpx.Client, path: str, body: dict[str, Any], hold_at: int
+) -> None:
+    assert client.post(path, json=body).status_code == 200
+    tasks, count = _tasks(), 50
+    fake.replies.extend([Reply(hold_at=hold_at)] * count)
+    with ExitStack() as clients:
+        for _ in range(count):
+            sent = json.dumps({**body, "stream": bool(hold_at)}).encode()
+            clients.enter_context(send_and_keep(client.base_url, path, sent))
+        wait_until(lambda: fake.running == count)
+    wait_until(lambda: (fake.running, fake.aborted) == (0, count))
+    wait_until(lambda: _tasks() <= tasks + 5)  # health checks, idle connections; a leak is fifty
+    wait_until(lambda: Scrape(client).value("requests_in_flight") == 0)

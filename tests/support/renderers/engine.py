@@ -13,7 +13,6 @@ from tests.support.renderers.stand_in import ids_of
 
 Body = dict[str, Any]
 RENDER = "/v1/chat/completions/render"
-TOKENIZE = "/tokenize"
 
 
 class Refused(Exception):
@@ -39,11 +38,6 @@ class EngineRenderer:
         if response.status_code != 200:
             raise Refused(f"{response.status_code}: {response.json()['error']['message']}")
         return response.json()
-
-    def tokenized(self, body: Body) -> list[int]:
-        """The ids of a conversation, by /tokenize."""
-        ids: list[int] = self.post(TOKENIZE, body)["tokens"]
-        return ids
 
     def consumed(self, body: Body) -> list[int]:
         """The ids that the engine consumes for a chat request."""

@@ -6,22 +6,15 @@ from typing import Any
 import pytest
 
 from chat_tokenizer import TemplateUnsupported
+from tests.support.tiny_templates import MESSAGE, chatml
 from tests.unit.tokenization.in_memory import SPECIAL, appended_text, tokenizer_with
-
-_MESSAGE = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
-_PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-
-
-def _chatml(before: str = "", after: str = "", message: str = _MESSAGE) -> str:
-    return "{% for m in messages %}" + before + message + after + "{% endfor %}" + _PROMPT
 
 
 def _noted_if(condition: str) -> str:
     """ChatML with a message of its own after some turns, which ends like the turn A."""
     note = "{{ '<|im_start|>system\nSay why: A<|im_end|>\n' }}"
-    return _chatml(
-        after="{% if m.role == 'assistant' and not loop.last and " + condition + " %}" + note + "{% endif %}"
-    )
+    after = "{% if m.role == 'assistant' and not loop.last and " + condition + " %}" + note + "{% endif %}"
+    return chatml(MESSAGE + after)
 
 
 def _talk(*texts: str) -> list[dict[str, Any]]:
@@ -42,7 +35,7 @@ _NOTED = "\n<|im_start|>system\nSay why: A<|im_end|>" + _REST
         (_noted_if("m.content|length < 5"), _talk("Hi", "Yes"), None),
         (_noted_if("messages|length > 4"), _talk("a", "b", "c", "d", "Hi", "A"), _NOTED),
         (_noted_if("messages|length > 4"), _talk("a", "b", "c", "d", "Hi", "B"), _NOTED),
-        (_chatml(before="{% if loop.index > 5 %}{% break %}{% endif %}"), _talk(*"abcdef"), None),
+        (chatml("{% if loop.index > 5 %}{% break %}{% endif %}" + MESSAGE), _talk(*"abcdef"), None),
     ],
 )
 def test_text_after_the_turn_is_that_of_this_conversation_or_refused(
@@ -61,7 +54,7 @@ def test_text_after_the_turn_is_that_of_this_conversation_or_refused(
 def test_argument_of_a_call_decides() -> None:
     calls = "{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments | tojson }}{% endif %}<|im_end|>\n"
     template = _noted_if("m.tool_calls and m.tool_calls[0].function.arguments.q == 'rm'")
-    tokenizer = tokenizer_with(template.replace(_MESSAGE, _MESSAGE.replace(" + '<|im_end|>\n'", "") + calls))
+    tokenizer = tokenizer_with(template.replace(MESSAGE, MESSAGE.replace(" + '<|im_end|>\n'", "") + calls))
 
     def append(argument: str) -> tuple[str, str]:
         call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"q": argument}}}
@@ -78,8 +71,8 @@ def test_another_stop_token_replaces_only_the_close() -> None:
     """Neither for the end of a message that the template inserts, nor for the opening of the next."""
     note = "{% if not loop.first and m.role == 'user' %}{{ 'NOTE: be brief<|eot|>' }}{% endif %}"
     stops = ["<|im_end|>", "<|eot|>"]
-    inserted = tokenizer_with(_chatml(before=note), special=[*SPECIAL, "<|eot|>"], stops=stops)
-    opened = tokenizer_with(_chatml(before="{% if m.role == 'user' %}<|eos|>{% endif %}"))
+    inserted = tokenizer_with(chatml(note + MESSAGE), special=[*SPECIAL, "<|eot|>"], stops=stops)
+    opened = tokenizer_with(chatml("{% if m.role == 'user' %}<|eos|>{% endif %}" + MESSAGE))
     for tokenizer, stop, start in ((inserted, "<|eot|>", "\nNOTE"), (opened, "<|eos|>", "\n<|eos|>")):
         closed = appended_text(tokenizer, "<|im_end|>", _talk("why"), history=_talk("a", "b"))
         assert closed[1].startswith(start)
@@ -87,16 +80,16 @@ def test_another_stop_token_replaces_only_the_close() -> None:
 
 
 def test_each_of_several_templates_is_examined() -> None:
-    loud = _chatml(before="{% if style == 'loud' and not loop.first %}LOUD {% endif %}")
-    tokenizer = tokenizer_with(_chatml())
-    tokenizer._tokenizer.chat_template = {"default": "{% set style = 1 %}" + _chatml(), "tool_use": loud}
+    loud = chatml("{% if style == 'loud' and not loop.first %}LOUD {% endif %}" + MESSAGE)
+    tokenizer = tokenizer_with(chatml())
+    tokenizer._tokenizer.chat_template = {"default": "{% set style = 1 %}" + chatml(), "tool_use": loud}
     tokenizer = tokenizer.with_content_format(None)
     tokenizer.prove()
     assert not tokenizer.is_local(_talk("why"), {"style": "new"})
 
 
 def test_time_is_part_of_what_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = tokenizer_with(_chatml(before="{{ strftime_now('%H:%M:%S.%f') }}"))
+    exact = tokenizer_with(chatml("{{ strftime_now('%H:%M:%S.%f') }}" + MESSAGE))
     render, readings = exact._tokenizer.apply_chat_template, count(0x4E00)
     # no two readings of this clock have a character in common; two of a real one may end with the same digit
 

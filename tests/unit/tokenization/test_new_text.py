@@ -6,20 +6,15 @@ from typing import Any
 import pytest
 
 from chat_tokenizer import ChatTokenizer, TemplateUnsupported
+from tests.support.tiny_templates import HEADER, chatml
 from tests.unit.tokenization.in_memory import appended_text, tokenizer_with
 
-_PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+_END = "{{ '<|im_end|>\n' }}"
 
 
 def _chatml(content: str = "m.content", before: str = "") -> str:
     """ChatML with an expression for the content, and text before all messages."""
-    return (
-        before
-        + "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{{ "
-        + content
-        + " }}{{ '<|im_end|>\n' }}{% endfor %}"
-        + _PROMPT
-    )
+    return before + chatml(HEADER + "{{ " + content + " }}" + _END)
 
 
 def _user(content: object = "And?") -> dict[str, Any]:
@@ -50,16 +45,16 @@ _TEXTS = {
 
 
 @pytest.fixture(scope="module")
-def chatml() -> ChatTokenizer:
+def plain() -> ChatTokenizer:
     return tokenizer_with(_chatml())
 
 
 @pytest.mark.parametrize("text", _TEXTS.values(), ids=_TEXTS)
-def test_every_text_is_appended_as_it_is(chatml: ChatTokenizer, text: str) -> None:
+def test_every_text_is_appended_as_it_is(plain: ChatTokenizer, text: str) -> None:
     for history in (None, _HISTORY):
-        assert appended_text(chatml, "<|im_end|>", [_user(text)], history=history)[1] == _expected(text)
+        assert appended_text(plain, "<|im_end|>", [_user(text)], history=history)[1] == _expected(text)
     results = [{"role": "tool", "tool_call_id": f"c{index}", "content": text} for index in range(2)]
-    assert appended_text(chatml, "<|im_end|>", results)[1] == _expected(text, text, role="tool")
+    assert appended_text(plain, "<|im_end|>", results)[1] == _expected(text, text, role="tool")
 
 
 def test_marker_in_the_history_is_text() -> None:
@@ -124,18 +119,11 @@ def test_every_new_text_and_part_is_looked_for() -> None:
 _CALL = "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.arguments | tojson }}{% endfor %}"
 
 
-def _with_calls(first: str, second: str) -> str:
-    return (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-        + first + second + "{{ '<|im_end|>\n' }}{% endfor %}" + _PROMPT
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("content, content_last", [("", True), ("Wait.", False), ("Wait.", True)])
 def test_content_after_the_calls_is_refused(content: str, content_last: bool) -> None:
     """The tail of the turn would hold its content, and the close would be inserted after the calls."""
     order = (_CALL, "{{ m.content }}") if content_last else ("{{ m.content }}", _CALL)
-    tokenizer = tokenizer_with(_with_calls(*order))
+    tokenizer = tokenizer_with(chatml("".join([HEADER, *order, _END])))
     call = {"id": "c0", "type": "function", "function": {"name": "f", "arguments": {"q": "x"}}}
     history = [_user("Hi"), {"role": "assistant", "content": content, "tool_calls": [call]}]
     result = {"role": "tool", "tool_call_id": "c0", "content": "sun"}

@@ -9,14 +9,10 @@ import pytest
 from chat_tokenizer.histories import user
 from chat_tokenizer.proof import Locality, Proof, load_proof, prove, store_proof
 from chat_tokenizer.renderer import RenderOptions
+from tests.support.tiny_templates import HEADER, LOCAL, MESSAGE, chatml
 from tests.unit.tokenization.in_memory import tokenizer_with
 
 NEW, TURN, HISTORY = Locality.NEW, Locality.TURN, Locality.HISTORY
-_HEADER = "{{ '<|im_start|>' + m.role + '\n' }}"
-_TURN = _HEADER + "{{ m.content + '<|im_end|>\n' }}"
-_LOOP = "{% for m in messages %}" + _TURN + "{% endfor %}"
-_PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-_CHATML = _LOOP + _PROMPT
 _LAST_USER = (
     "{% set ns = namespace(text='') %}{% for m in messages %}{% if m.role == 'user' %}"
     "{% set ns.text = m.content %}{% endif %}{% endfor %}"
@@ -25,13 +21,13 @@ _LAST_USER = (
 
 def _prompt_if(condition: str) -> str:
     """ChatML whose generation prompt depends on a condition."""
-    return _CHATML + "{% if add_generation_prompt and (" + condition + ") %}{{ '<think>' }}{% endif %}"
+    return LOCAL + "{% if add_generation_prompt and (" + condition + ") %}{{ '<think>' }}{% endif %}"
 
 
 def _next_to_result(expression: str) -> str:
     """ChatML that prints something before the content of each tool result."""
     result = "{% if m.role == 'tool' %}{{ " + expression + " }}{% endif %}{{ m.content + '<|im_end|>\n' }}"
-    return "{% for m in messages %}" + _HEADER + result + "{% endfor %}" + _PROMPT
+    return chatml(HEADER + result)
 
 
 _CALLS = "{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
@@ -67,14 +63,15 @@ _TEMPLATES: dict[str, tuple[str, Locality, Locality, str]] = {
         TURN, NEW, r"the last turn decides what is printed: tool after user 'qw', assistant with calls ''",
     ),
     "close of a turn with calls": (
-        "{% for m in messages %}" + _HEADER + _CALLS + "{{ '<|eos|>' if m.tool_calls else '<|im_end|>' }}"
-        "{% endfor %}" + _PROMPT,
+        chatml(HEADER + _CALLS + "{{ '<|eos|>' if m.tool_calls else '<|im_end|>' }}"),
         # a result may follow a turn without calls
         TURN, TURN, "^the last turn decides what is printed: user after user 'qw', assistant with calls ''",
     ),
     "roles must alternate": (
-        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-        "{{ raise_exception('roles must alternate') }}{% endif %}" + _TURN + "{% endfor %}" + _PROMPT,
+        chatml(
+            "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+            "{{ raise_exception('roles must alternate') }}{% endif %}" + MESSAGE
+        ),
         HISTORY, NEW, "^the template refuses tool results after a turn: nothing is proved$",
     ),
     "end of the turn's text": (
@@ -83,7 +80,7 @@ _TEMPLATES: dict[str, tuple[str, Locality, Locality, str]] = {
     ),
     "huge number": (_prompt_if("messages | length > 10 ** 30"), HISTORY, HISTORY, "above 128, too large"),
     "too many strings": (
-        _CHATML + "{% if x in " + repr([f"s{number}" for number in range(151)]) + " %}{% endif %}",
+        LOCAL + "{% if x in " + repr([f"s{number}" for number in range(151)]) + " %}{% endif %}",
         HISTORY, HISTORY, "^its source compares with 151 strings, too many to try$",
     ),
 }  # fmt: skip
@@ -97,7 +94,7 @@ def test_locality_of_a_template(template: str, results: Locality, messages: Loca
 
 
 def test_proof_that_takes_too_long_is_given_up() -> None:
-    tokenizer = tokenizer_with(_CHATML)
+    tokenizer = tokenizer_with(LOCAL)
     proof = prove(tokenizer._discovery, tokenizer._template.syntax, -1.0)
     assert proof == Proof(HISTORY, HISTORY, "the proof was not complete after -1 s", complete=False)
 

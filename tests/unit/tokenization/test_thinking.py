@@ -5,17 +5,10 @@ from typing import Any
 import pytest
 
 from chat_tokenizer.thinking import ends_thinking, hidden_reasoning
+from tests.support.tiny_templates import HEADER, NEVER_THINKS, THINKS, THINKS_AFTER_LAST_USER, chatml
 from tests.unit.tokenization.in_memory import tokenizer_with
 
-_OPEN, _CLOSE = "{% for m in messages %}<|im_start|>{{ m.role }}\n", "{{ m.content }}<|im_end|>\n{% endfor %}"
-_ALWAYS = _OPEN + "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}" + _CLOSE
-_NEVER = _OPEN + _CLOSE
-_AFTER_LAST_USER = (
-    "{% set ns = namespace(last=0) %}"
-    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
-    + _ALWAYS.replace("m.reasoning_content %}", "m.reasoning_content and loop.index0 > ns.last %}")
-)
-_FROM_CONTENT = _OPEN + "{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+_FROM_CONTENT = chatml(HEADER + "{{ m.content.split('</think>')[-1] }}<|im_end|>\n")
 _USER, _THOUGHT = {"role": "user", "content": "And?"}, {"role": "assistant", "content": "It is 4."}
 _TALK = [_USER, _THOUGHT, _USER, _THOUGHT, {"role": "tool", "content": "7"}, _THOUGHT, _USER]
 
@@ -23,10 +16,10 @@ _TALK = [_USER, _THOUGHT, _USER, _THOUGHT, {"role": "tool", "content": "7"}, _TH
 @pytest.mark.parametrize(
     "template, messages, hidden",
     [
-        (_ALWAYS, _TALK, set()),
-        (_NEVER, _TALK, {1, 3, 5}),
-        (_AFTER_LAST_USER, _TALK, {1, 3, 5}),
-        (_AFTER_LAST_USER, _TALK[:6], {1}),
+        (THINKS, _TALK, set()),
+        (NEVER_THINKS, _TALK, {1, 3, 5}),
+        (THINKS_AFTER_LAST_USER, _TALK, {1, 3, 5}),
+        (THINKS_AFTER_LAST_USER, _TALK[:6], {1}),
     ],
 )
 def test_reasoning_that_a_template_leaves_out(
@@ -45,5 +38,5 @@ def test_reasoning_in_the_content(parts: bool) -> None:
     assert ends_thinking(message)
     assert not ends_thinking(_THOUGHT)
     messages: list[Any] = [_USER, message, _USER]
-    assert hidden_reasoning(tokenizer_with(_NEVER), messages, [1]) == set()
+    assert hidden_reasoning(tokenizer_with(NEVER_THINKS), messages, [1]) == set()
     assert hidden_reasoning(tokenizer_with(_FROM_CONTENT), messages, [1]) == {1}

@@ -27,7 +27,7 @@ def sdk(client: httpx.Client) -> Any:
 
 def engine_body(fake: FakeVllm) -> Any:
     """The last chat completion that the engine got."""
-    return [seen for seen in fake.requests if seen.path == CHAT and seen.json.get("max_tokens") != 1][-1].json
+    return fake.generations(CHAT)[-1].json
 
 
 def events_of(body: bytes) -> list[Event]:
