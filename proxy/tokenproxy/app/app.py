@@ -25,7 +25,7 @@ from tokenproxy.fleet.weight_calls import WeightCalls
 from tokenproxy.monitoring.metrics import Metrics, measure_lag
 from tokenproxy.monitoring.middleware import Monitor, Observer
 from tokenproxy.monitoring.tracing import make_tracing
-from tokenproxy.record.audit import Auditor
+from tokenproxy.record.appending import Auditor
 from tokenproxy.record.encoders import EncoderPool
 from tokenproxy.record.history import History
 from tokenproxy.record.images import ImageLoader

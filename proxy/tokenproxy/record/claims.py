@@ -1,13 +1,15 @@
 """What one request holds of the record: turns that no other request continues, rollouts that are not evicted.
 
 All of it ends with the request: a claimed turn is open again unless a turn was recorded in its place, and a
-rollout is no longer pinned.
+rollout is no longer pinned. What must outlive the request runs in `Tasks`.
 """
 
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Coroutine
 from contextlib import suppress
+from typing import Any
 
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.store import Store, StoreError
@@ -15,6 +17,8 @@ from tokenproxy.record.store import Store, StoreError
 LEASE_S = 60.0
 """Seconds for which a pin holds if its process dies."""
 _RENEW_S = LEASE_S / 3
+CLOSE_TIMEOUT_S = 10.0
+"""Seconds that closing waits for running recordings."""
 
 
 class Pins:
@@ -105,3 +109,38 @@ class Claims:
         self.hold(rollout)
         # the ids are exact without the pin; an eviction would leave the new turn without its parent
         return await self._pins.pin(rollout, "a rollout in use is not kept from eviction")
+
+
+class Tasks:
+    """Holds two kinds of tasks: those that must be finished, and those that run until they are cancelled."""
+
+    def __init__(self) -> None:
+        self._finishing: set[asyncio.Task[None]] = set()
+        self._forever: set[asyncio.Task[None]] = set()
+
+    def run_forever(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run work until `aclose`, which cancels it."""
+        self._hold(self._forever, work)
+
+    def finish_later(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run work in the background; only `aclose` waits for it."""
+        self._hold(self._finishing, work)
+
+    async def finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run work to its end, even if the caller is cancelled meanwhile."""
+        await asyncio.shield(self._hold(self._finishing, work))
+
+    async def aclose(self) -> None:
+        """Cancel the tasks that run forever, and wait for the others."""
+        for task in self._forever:
+            task.cancel()
+        if waiting := {*self._finishing, *self._forever}:
+            await asyncio.wait(waiting, timeout=CLOSE_TIMEOUT_S)
+
+    def _hold(
+        self, tasks: "set[asyncio.Task[None]]", work: Coroutine[Any, Any, None]
+    ) -> "asyncio.Task[None]":
+        task = asyncio.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        return task

@@ -50,7 +50,7 @@ class SampledChoice:
 
 
 class Batch(NamedTuple):
-    """The prompts of a request of the completions route, whose choices come prompt by prompt."""
+    """The prompts of a request, of which only completions have several: choices come prompt by prompt."""
 
     prompts: tuple[bytes, ...]
     """Each as it was sent, a JSON array of ids; empty if the engine converts a text."""
@@ -81,11 +81,18 @@ class Completion:
         """Whether the engine did not end one of the choices."""
         return any(choice.finish_reason in BROKEN_OFF for choice in self.choices)
 
+    @property
+    def sampled(self) -> int:
+        """Number of sampled ids in all choices."""
+        return sum(len(choice.ids or ()) for choice in self.choices)
+
     def by_prompt(self, batch: Batch) -> "dict[int, Completion]":
         """The completion of each prompt that has choices here, by the position of the prompt.
 
         Example: with two choices of each prompt, those with the indexes 2 and 3 belong to prompt 1.
         """
+        if len(batch.prompts) == 1 and self.choices[0].prompt_ids is None:
+            return {0: self}  # of another route than completions
         parts: dict[int, Completion] = {}
         for choice in self.choices:
             part = parts.setdefault(batch.prompt_of(choice.index), Completion())
@@ -93,20 +100,15 @@ class Completion:
             part.choices.append(choice)
         if self.completion_tokens is not None:
             # the engine counts all choices together: a difference shows in each part
-            surplus = self.completion_tokens - _sampled(self.choices)
+            surplus = self.completion_tokens - self.sampled
             for part in parts.values():
-                part.completion_tokens = _sampled(part.choices) + surplus
+                part.completion_tokens = part.sampled + surplus
         return parts
 
 
 def same_ids(left: bytes, right: bytes) -> bool:
     """Whether two JSON arrays hold the same ids; equal bytes, the usual case, are not parsed."""
     return left == right or msgspec.json.decode(left) == msgspec.json.decode(right)
-
-
-def _sampled(choices: Sequence[SampledChoice]) -> int:
-    """The number of sampled ids in all choices."""
-    return sum(len(choice.ids or ()) for choice in choices)
 
 
 def untrainable_reason(
@@ -129,8 +131,7 @@ def untrainable_reason(
     count = len(choice.ids)
     if len(choice.logprobs or ()) > count:
         return Problem.IDS_MISSING
-    together = _sampled(completion.choices)
-    if choice.counted not in (None, count) or completion.completion_tokens not in (None, together):
+    if choice.counted not in (None, count) or completion.completion_tokens not in (None, completion.sampled):
         return Problem.USAGE_MISMATCH
     if media:
         return Problem.MEDIA

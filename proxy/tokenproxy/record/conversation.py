@@ -157,14 +157,18 @@ class Conversation:
         """The messages before `end`, each parsed when it is read."""
         return LazyMessages(self.raws[:end])
 
-    def parse(self, first: int, end: int) -> list[dict[str, Any]]:
-        """The messages from `first` to before `end` as objects."""
-        return [_parse(raw) for raw in self.raws[first:end]]
+    def parse(self, first: int = 0) -> list[dict[str, Any]]:
+        """The messages from `first` on as objects."""
+        return [_parse(raw) for raw in self.raws[first:]]
+
+    def size(self, first: int = 0) -> int:
+        """Bytes of the messages from `first` on."""
+        return sum(memoryview(raw).nbytes for raw in self.raws[first:])
 
     def json(self, first: int) -> bytes:
         """The messages from `first` on as a JSON array, as they were spelled."""
         return b"[" + b",".join(bytes(raw) for raw in self.raws[first:]) + b"]"
 
-    def reasonings(self, first: int, end: int) -> list[bytes]:
-        """Digests of the reasoning of the assistant messages from `first` to before `end`."""
+    def reasonings(self, first: int = 0, end: int | None = None) -> list[bytes]:
+        """Digests of the reasoning of the assistant messages from `first` to before `end`, or to the last."""
         return [parsed.message.reasoning for parsed in self.messages[first:end] if parsed.assistant]

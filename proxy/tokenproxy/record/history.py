@@ -5,20 +5,18 @@ import logging
 
 from tokenproxy.base.request import ThinkingPolicy
 from tokenproxy.monitoring.metrics import Metrics
-from tokenproxy.record.audit import Auditor
+from tokenproxy.record.appending import Auditor
 from tokenproxy.record.cache import TurnCache
-from tokenproxy.record.claims import Claims, Pins
+from tokenproxy.record.claims import Claims, Pins, Tasks
 from tokenproxy.record.echo import Echoes
 from tokenproxy.record.encoders import EncoderPool
 from tokenproxy.record.feed import FeedWatch, finish_idle_forever, report_consumers_forever
 from tokenproxy.record.images import ImageLoader
 from tokenproxy.record.match import Matcher
-from tokenproxy.record.placing import Placer
 from tokenproxy.record.planner import Planner
 from tokenproxy.record.recorder import Recorder
 from tokenproxy.record.retries import Retries
 from tokenproxy.record.store import Store, StoreError
-from tokenproxy.record.tasks import Tasks
 
 log = logging.getLogger("tokenproxy")
 
@@ -48,10 +46,10 @@ class History:
         self.cache = TurnCache(cache_bytes)
         self.tasks = Tasks()
         self.pins = Pins(store, metrics)
-        matcher = Matcher(store, self.cache, encoders)
-        loader = images or ImageLoader(encoders)
-        self.placer = Placer(store, self.cache, matcher, encoders, metrics, auditor, loader)
-        self.planner = Planner(self.placer, thinking_policy, renders_overflow=overflow == "render")
+        matcher = Matcher(store, self.cache, encoders, metrics)
+        images = images or ImageLoader(encoders)
+        renders = overflow == "render"
+        self.planner = Planner(matcher, encoders, auditor, images, thinking_policy, renders)
         self.echoes = Echoes(store, matcher.load, metrics)
         self.recorder = Recorder(store, self.cache, encoders, metrics, self.tasks)
         self.retries = Retries(store, metrics, self.tasks)

@@ -21,7 +21,7 @@ from chat_tokenizer import CanonicalMessage
 from chat_tokenizer.canonical import extend, start
 from tokenproxy.base.request import Rendering
 from tokenproxy.record.conversation import Conversation
-from tokenproxy.record.store import IndexEntry, session_id
+from tokenproxy.record.store import IndexEntry
 from tokenproxy.record.turn import Turn
 from tokenproxy.record.vocabulary import Reason
 
@@ -60,14 +60,8 @@ class Scope:
     """The client's name of the session; None for conversations without one, whose name the proxy chose."""
     model: str
     """Base model or LoRA adapter."""
-    rendering: Rendering
     parts: tuple[bytes, ...]
     """See `scope_parts`."""
-
-    @property
-    def rollout(self) -> str | None:
-        """The rollout of the client's session, which holds all turns with keys of this scope."""
-        return None if self.session is None else session_id(self.tenant, self.session)
 
     def key(self, kind: str, digest: bytes, *, explains: bool = False) -> bytes:
         """A key of the store's index: 16 bytes.
@@ -107,18 +101,6 @@ def scope_parts(
         start(template_kwargs=options),
         start(model=f"{tokenizer}/{model}"),
     )
-
-
-def raw_key(rendering: Rendering, rendered_fields: frozenset[str], model: str, tokenizer: str) -> bytes:
-    """The cache key of a result of `scope_parts`: 16 bytes, a digest of its arguments."""
-    key = hashlib.blake2b(digest_size=16, person=b"raw")
-    options = [
-        f"{name}={rendering.options[name]!r}" for name in sorted(rendered_fields & rendering.options.keys())
-    ]
-    texts = [text.encode() for text in (model, tokenizer, *options)]
-    for part in (rendering.tools, rendering.template_kwargs, *texts):
-        key.update(len(part).to_bytes(8, "little") + part)
-    return key.digest()
 
 
 def recorded_with(turn: Turn, tokenizer: str) -> bool:

@@ -132,7 +132,7 @@ class ImageLoader:
         return await self.encoders.run(lambda: check_image(data, limits), len(data))
 
 
-def place(
+def expand_images(
     new: Sequence[int], model: ImageModel, images: Sequence[LoadedImage], before: int
 ) -> tuple[list[int], list[PromptImage]]:
     """Expand the placeholders in ids.
@@ -155,6 +155,12 @@ def placed_by_engine(
 ) -> list[PromptImage]:
     """Where the images are in a prompt that the engine rendered. Raises PlaceholdersDiffer."""
     return _placed(find(prompt, placeholder, [loaded.ids for loaded in images]), images, 0)
+
+
+def same_images(some: Sequence[PromptImage], others: Sequence[PromptImage]) -> bool:
+    """Whether images are equal and at the same places in the ids of their prompts."""
+    places = [[(image.offset, image.length, image.digest) for image in images] for images in (some, others)]
+    return places[0] == places[1]
 
 
 def single_placeholders(prompt: bytes, placeholder: int, images: Sequence[PromptImage]) -> bytes:

@@ -8,9 +8,7 @@ if it names none, the prompt is rendered. A prompt of ids continues the turn wit
 with, whatever its text.
 """
 
-import asyncio
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import NamedTuple
@@ -18,9 +16,12 @@ from typing import NamedTuple
 import msgspec
 
 from chat_tokenizer.canonical import extend
+from tokenproxy.base.request import ChatRequest
+from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.cache import CachedTurn, TurnCache, read_turn
 from tokenproxy.record.claims import Claims
 from tokenproxy.record.conversation import Conversation
+from tokenproxy.record.encoders import EncoderPool
 from tokenproxy.record.identity import (
     BARE,
     EXACT,
@@ -32,7 +33,8 @@ from tokenproxy.record.identity import (
     text_keys,
     whole_key,
 )
-from tokenproxy.record.store import FOUND_AT_MOST, CandidateGroup, Found, Store
+from tokenproxy.record.images import same_images
+from tokenproxy.record.store import FOUND_AT_MOST, CandidateGroup, Found, Store, StoreError, session_id
 from tokenproxy.record.turn import PromptImage, Turn, pack_ids
 from tokenproxy.record.vocabulary import Reason
 
@@ -74,7 +76,8 @@ class _Search(NamedTuple):
     rollout: str | None
     """Only turns of this rollout; None for all in the scope."""
     echoed: Mapping[int, str]
-    """The turns that the client names, by the indexes of their messages."""
+    """The turns that the client names, by the indexes of their messages: they decide between turns with
+    equal text."""
 
 
 class _Fit(NamedTuple):
@@ -87,66 +90,82 @@ class _Fit(NamedTuple):
     """Whether the client completed the JSON of one of its tool calls."""
 
 
+@dataclass(frozen=True, slots=True)
 class Matcher:
-    """Finds the turns that requests continue. Every method may raise StoreError."""
+    """Finds the turns that requests continue. One per application."""
 
-    def __init__(self, store: Store, cache: TurnCache, executor: Executor | None = None) -> None:
-        self.store = store
-        self._cache = cache
-        self._executor = executor
+    store: Store
+    cache: TurnCache
+    encoders: EncoderPool
+    metrics: Metrics
 
     async def match(
         self,
+        request: ChatRequest,
         conversation: Conversation,
         scope: Scope,
-        rollout: str | None = None,
-        echoed: Mapping[int, str] | None = None,
+        claims: Claims,
+        may_continue: Callable[[CachedTurn], bool] = lambda turn: True,
     ) -> Match:
-        """The longest recorded conversation that a request continues.
+        """The longest recorded conversation that a request continues; pins its rollout."""
+        search = _Search(conversation, scope, _only_rollout(request), request.echoed)
+        try:
+            match = await self._search(search)
+            if match.turn is not None and not may_continue(match.turn):
+                match = Match()
+            match = await self.claim(match, claims)
+        except StoreError as error:
+            error.report(self.metrics, "the prompt of a request is rendered")
+            match = Match(reason=Reason.STORE_UNAVAILABLE)
+        rollout = rollout_of(request)
+        if rollout is None and match.turn is not None and match.same_rollout:
+            rollout = match.turn.rollout
+        if rollout is not None:
+            await claims.pin(rollout)
+        return match
+
+    async def match_ids(self, request: ChatRequest, prompt: bytes, scope: Scope, claims: Claims) -> Match:
+        """The recorded turn with the most ids that a prompt, a compact JSON array of ids, begins with.
+
+        In a session, turns that the index does not hold (of the chat routes) are found among the newest;
+        ids alone do not continue a prompt with images.
+
+        Raises:
+            StoreError: the store does not respond.
+        """
+        rollout = rollout_of(request)
+        match = await self._longest_indexed(prompt, scope, _only_rollout(request))
+        if rollout is not None:
+            newest = await self._longest(await self.store.newest(rollout, FOUND_AT_MOST), prompt)
+            if newest and (match.turn is None or newest[0].count > match.turn.count) and not newest[0].images:
+                return Match(newest[0])
+        return await self.claim(match, claims)
+
+    async def longest_in_session(
+        self, request: ChatRequest, prompt: bytes, images: Sequence[PromptImage] | None = None
+    ) -> list[CachedTurn]:
+        """The turns of a request's session with the most ids that a prompt begins with: all have equal ids.
+
+        The newest are tried first; if none fits, all are. There are none without a session, or if the store
+        does not respond.
 
         Args:
-            rollout: only turns of this rollout; None for all in the scope.
-            echoed: the turns that the client names, by the indexes of their messages: they decide between
-                turns with equal text.
+            images: those of the prompt; turns with other images do not count. None counts all turns.
         """
-        search = _Search(conversation, scope, rollout, echoed or {})
-        if not conversation.holds_assistant:
-            return Match(reason=Reason.FIRST_TURN)
-        ends, sizes = list(conversation.ends), list(_LOOKUPS)
-        while ends:
-            size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
-            keys = {end: text_keys(scope, conversation, end) for end in ends[:size]}
-            found = await self.store.find([key for of_end in keys.values() for key in of_end])
-            for end in keys if found else ():
-                match = await self._choose(keys[end], found, search, end)
-                if match is not None:
-                    return match
-            del ends[:size]
-        return Match(reason=await self._explain(search))
-
-    async def match_ids(self, prompt: bytes, scope: Scope, rollout: str | None = None) -> Match:
-        """The recorded turn with the most ids that a prompt begins with, of those that the index holds.
-
-        Args:
-            prompt: a compact JSON array of ids.
-            rollout: only turns of this rollout; None for all in the scope.
-        """
-        keys = prefix_keys(scope, _pack_prompt(prompt))
-        for start in range(0, len(keys), _PREFIX_LOOKUP):
-            part = keys[start : start + _PREFIX_LOOKUP]
-            found = await self.store.find(part)
-            for key in part:
-                groups = found.get(key, _NOTHING).groups
-                turns = [
-                    each.turn
-                    for group in groups
-                    for each in group.candidates
-                    if each.turn and rollout in (None, each.rollout)
-                ]
-                if longest := await self.longest(turns, prompt):
-                    digest: bytes = longest[0].hasher.digest()
-                    return Match(longest[0], shared=None if rollout else (whole_key(scope, digest), digest))
-        return Match()
+        rollout = rollout_of(request)
+        if rollout is None:
+            return []
+        try:
+            newest = await self.store.newest(rollout, FOUND_AT_MOST)
+            best = await self._longest(newest, prompt, images)
+            if best or len(newest) < FOUND_AT_MOST:
+                return best
+            packed = _pack_prompt(prompt)
+            turns = [turn.id for turn in await self.store.turns(rollout) if _may_begin(turn, packed)]
+            return await self._longest(turns, prompt, images)
+        except StoreError as error:
+            error.report(self.metrics, "a turn is recorded without the one before it")
+            return []
 
     async def claim(self, match: Match, claims: Claims) -> Match:
         """Choose one of the turns with equal ids that several rollouts hold: one that no request continues.
@@ -167,21 +186,52 @@ class Matcher:
 
     async def load(self, turn_id: str) -> CachedTurn | None:
         """A turn with its ids, from the cache or the store; None if it is gone."""
-        turn = self._cache.turn(turn_id)
+        turn = self.cache.turn(turn_id)
         if turn is None and (path := await self.store.path(turn_id)):
-            run = asyncio.get_running_loop().run_in_executor
-            turn = await run(self._executor, read_turn, path, self._cache.turn)
-            self._cache.put(turn, path[-1].parent)
+            turn = await self.encoders.run(lambda: read_turn(path, self.cache.turn))
+            self.cache.put(turn, path[-1].parent)
         return turn
 
-    async def longest(
+    async def _search(self, search: _Search) -> Match:
+        """The longest recorded conversation that was asked for, or the reason why there is none."""
+        conversation = search.conversation
+        if not conversation.holds_assistant:
+            return Match(reason=Reason.FIRST_TURN)
+        ends, sizes = list(conversation.ends), list(_LOOKUPS)
+        while ends:
+            size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
+            keys = {end: text_keys(search.scope, conversation, end) for end in ends[:size]}
+            found = await self.store.find([key for of_end in keys.values() for key in of_end])
+            for end in keys if found else ():
+                match = await self._choose(keys[end], found, search, end)
+                if match is not None:
+                    return match
+            del ends[:size]
+        return Match(reason=await self._explain(search))
+
+    async def _longest_indexed(self, prompt: bytes, scope: Scope, rollout: str | None) -> Match:
+        """The turn with the most ids that a prompt begins with, of those that the index holds."""
+        keys = prefix_keys(scope, _pack_prompt(prompt))
+        for start in range(0, len(keys), _PREFIX_LOOKUP):
+            part = keys[start : start + _PREFIX_LOOKUP]
+            found = await self.store.find(part)
+            for key in part:
+                groups = found.get(key, _NOTHING).groups
+                turns = [
+                    each.turn
+                    for group in groups
+                    for each in group.candidates
+                    if each.turn and rollout in (None, each.rollout)
+                ]
+                if longest := await self._longest(turns, prompt):
+                    digest: bytes = longest[0].hasher.digest()
+                    return Match(longest[0], shared=None if rollout else (whole_key(scope, digest), digest))
+        return Match()
+
+    async def _longest(
         self, turn_ids: Sequence[str], prompt: bytes, images: Sequence[PromptImage] | None = None
     ) -> list[CachedTurn]:
-        """Those of some turns with the most ids that a prompt begins with: all have equal ids.
-
-        Args:
-            images: those of the prompt; turns with other images do not count. None counts all turns.
-        """
+        """Those of some turns with the most ids that a prompt begins with; see `longest_in_session`."""
         best: list[CachedTurn] = []
         for turn_id in turn_ids:
             turn = await self.load(turn_id)
@@ -190,18 +240,6 @@ class Matcher:
             if images is None or same_images(turn.images, images[: len(turn.images)]):
                 best = [*best, turn] if best and turn.count == best[0].count else [turn]
         return best
-
-    async def longest_in(
-        self, rollout: str, prompt: bytes, images: Sequence[PromptImage] | None = None
-    ) -> list[CachedTurn]:
-        """As `longest`, of all turns of a rollout. The newest are tried first; if none fits, all are."""
-        newest = await self.store.newest(rollout, FOUND_AT_MOST)
-        best = await self.longest(newest, prompt, images)
-        if best or len(newest) < FOUND_AT_MOST:
-            return best
-        packed = _pack_prompt(prompt)
-        turns = [turn.id for turn in await self.store.turns(rollout) if _may_begin(turn, packed)]
-        return await self.longest(turns, prompt, images)
 
     async def _choose(
         self, keys: Sequence[bytes], found: Mapping[bytes, Found], search: _Search, end: int
@@ -312,10 +350,18 @@ class Matcher:
         return changed or Reason.HISTORY_EDITED
 
 
-def same_images(some: Sequence[PromptImage], others: Sequence[PromptImage]) -> bool:
-    """Whether images are equal and at the same places in the ids of their prompts."""
-    places = [[(image.offset, image.length, image.digest) for image in images] for images in (some, others)]
-    return places[0] == places[1]
+def rollout_of(request: ChatRequest) -> str | None:
+    """The rollout of the session that a request names; None if it names none."""
+    return session_id(request.tenant, request.session.name) if request.session is not None else None
+
+
+def _only_rollout(request: ChatRequest) -> str | None:
+    """The only rollout whose turns a request continues; None for all in its scope.
+
+    A session that the client named is part of the scope; a name that the proxy chose is not, and limits the
+    search instead.
+    """
+    return None if request.session is None or request.session.explicit else rollout_of(request)
 
 
 def _of_rollout(found: Found, rollout: str) -> Found:
@@ -356,7 +402,7 @@ def _continues(conversation: Conversation, end: int, turn: CachedTurn, kind: str
         return None
     if turn.spelling_before == conversation.strict_before(end):
         return repaired  # spelled as in the request of that turn, and checked then
-    sent = conversation.reasonings(0, end + 1)
+    sent = conversation.reasonings(end=end + 1)
     fits = len(sent) == len(turn.reasonings) and all(
         ours in (b"", theirs) for ours, theirs in zip(sent, turn.reasonings, strict=True)
     )

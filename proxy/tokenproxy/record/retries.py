@@ -24,8 +24,8 @@ from tokenproxy.base.errors import ApiError, BadRequest
 from tokenproxy.base.request import ChatRequest
 from tokenproxy.base.types import Headers
 from tokenproxy.monitoring.metrics import Metrics
+from tokenproxy.record.claims import Tasks
 from tokenproxy.record.store import RESPONSES, Store, StoreError
-from tokenproxy.record.tasks import Tasks
 
 KEPT_BYTES = 4 * 2**20
 """Longer responses are not kept; their retries run."""
@@ -37,8 +37,8 @@ _MOST_FAILURES = 8
 """Failures of equal requests that are remembered at once."""
 
 
-class _StoredResponse(msgspec.Struct, frozen=True, array_like=True):
-    """A value of the space `RESPONSES`, under the key of its attempt."""
+class EarlierResponse(msgspec.Struct, frozen=True, array_like=True):
+    """The response that an equal request got before: a value of the space `RESPONSES`."""
 
     request: bytes
     """Digest of the whole request."""
@@ -52,15 +52,6 @@ class _State(Enum):
     HANDED_OVER = "handed over"
     """A stream settles it later."""
     SETTLED = "settled"
-
-
-@dataclass(frozen=True, slots=True)
-class EarlierResponse:
-    """The response that an equal request got before."""
-
-    status: int
-    headers: Headers
-    body: bytes
 
 
 class Attempt:
@@ -159,13 +150,9 @@ class Retries:
     tasks: Tasks
     _running: dict[str, asyncio.Event] = field(default_factory=dict)
 
-    def attempt(self, request: ChatRequest) -> Attempt:
-        """An attempt at a request, to be used as a block."""
-        return Attempt(self, request)
-
     async def keep(self, attempt: Attempt, status: int, headers: Headers, body: bytes) -> None:
         """Store a response. A store that does not respond is logged."""
-        response = _StoredResponse(attempt.digest, status, tuple(headers), body)
+        response = EarlierResponse(attempt.digest, status, tuple(headers), body)
         try:
             value = msgspec.msgpack.encode(response)
             await self.store.put(RESPONSES, attempt.key, value, keep_s=self.store.limits.response_age_s)
@@ -217,7 +204,7 @@ class Retries:
         names = [attempt.key, *(f"{attempt.key}/{number}" for number in range(_MOST_FAILURES))]
         values = await self.store.get(RESPONSES, names)
         value = values.get(attempt.key)
-        found = None if value is None else msgspec.msgpack.decode(value, type=_StoredResponse)
+        found = None if value is None else msgspec.msgpack.decode(value, type=EarlierResponse)
         if attempt.named and found is not None and found.request != attempt.digest:
             raise BadRequest(
                 "this `Idempotency-Key` was used for another request: send a new key with a new request",
@@ -226,7 +213,7 @@ class Retries:
         for name in names[1:]:
             if name in values and await self.store.take(RESPONSES, name) is not None:
                 return None
-        return None if found is None else EarlierResponse(found.status, list(found.headers), found.body)
+        return found
 
 
 def _digest(kind: bytes, *parts: bytes) -> bytes:

@@ -6,29 +6,23 @@ from tokenproxy.base.request import ChatRequest, EngineRoute
 from tokenproxy.monitoring.exchange import running_exchange
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.monitoring.spans import Span, Value
-from tokenproxy.record.plan import Extended, Given, PromptPlan
-from tokenproxy.record.vocabulary import Reason
+from tokenproxy.record.plan import PromptPlan
+from tokenproxy.record.vocabulary import Reason, Source
 
 
 def count_plan(plan: PromptPlan, metrics: Metrics) -> None:
     """Count the prompts of a request, once for each request, and note them for the access log."""
     for prompt in plan.prompts:
-        _count_prompt(prompt, metrics)
+        metrics.prompts.labels(prompt.source, prompt.reason or "none").inc()
+        if prompt.reason == Reason.AMBIGUOUS:
+            metrics.ambiguous.inc()
+        if prompt.source is not Source.RENDERED:
+            counter = metrics.reused_ids if prompt.source is Source.EXTENDED else metrics.given_ids
+            counter.inc(prompt.reused)
+            metrics.appended_ids.inc(prompt.appended)
     exchange = running_exchange()
     if exchange is not None and exchange.noting:
         exchange.note(_described(plan))
-
-
-def _count_prompt(plan: PromptPlan, metrics: Metrics) -> None:
-    metrics.prompts.labels(plan.source, plan.reason or "none").inc()
-    if plan.reason == Reason.AMBIGUOUS:
-        metrics.ambiguous.inc()
-    if isinstance(plan, Extended):
-        metrics.reused_ids.inc(plan.reused)
-        metrics.appended_ids.inc(len(plan.appended))
-    elif isinstance(plan, Given):
-        metrics.given_ids.inc(plan.reused)
-        metrics.appended_ids.inc(plan.appended)
 
 
 def describe_plan(span: Span, plan: PromptPlan) -> None:
@@ -58,17 +52,14 @@ def describe_request(request: ChatRequest, plan: PromptPlan) -> None:
 
 
 def _described(plan: PromptPlan) -> dict[str, Value | None]:
-    appended = reused = None
-    if isinstance(plan, Extended | Given):
-        appended = plan.appended if isinstance(plan, Given) else len(plan.appended)
-        reused = sum(prompt.reused for prompt in plan.prompts if isinstance(prompt, Extended | Given))
+    has_ids = plan.source is not Source.RENDERED
     return {
         "source": str(plan.source),
         "reason": str(plan.reason) if plan.reason else None,
         "session": plan.placement.session.name if plan.rollout is not None else None,
         "turn": plan.placement.turn_id if plan.placement.conversation is not None else None,
-        "reused": reused,
-        "appended": appended,
+        "reused": sum(prompt.reused for prompt in plan.prompts) if has_ids else None,
+        "appended": plan.appended if has_ids else None,
     }
 
 

@@ -24,11 +24,11 @@ from tokenproxy.fleet.replica import Replica
 from tokenproxy.fleet.weight_tags import WeightTag
 from tokenproxy.monitoring.exchange import span
 from tokenproxy.record.claims import Claims
-from tokenproxy.record.completion import Batch, Completion
+from tokenproxy.record.completion import Completion
 from tokenproxy.record.images import single_placeholders
-from tokenproxy.record.plan import Extended, Given, PromptPlan, Rendered, ServedModel, images_of, prompt_of
-from tokenproxy.record.turn import WeightSpan
-from tokenproxy.record.vocabulary import Reason
+from tokenproxy.record.plan import PromptPlan, ServedModel
+from tokenproxy.record.turn import WeightSpan, request_time
+from tokenproxy.record.vocabulary import Reason, Source
 from tokenproxy.turn.observed import describe_plan, describe_request
 from tokenproxy.turn.required_prefix import render_with_prefix
 from tokenproxy.turn.services import Services
@@ -74,7 +74,7 @@ class PlannedTurn:
         if services.settings.cache_salt_by_version and replica.weight_version is not None:
             fields.setdefault("cache_salt", raw(replica.weight_version))
         headers, route = _headers(request, plan), request.engine_route
-        if prompt_of(plan) and route is EngineRoute.CHAT:
+        if plan.prompt and route is EngineRoute.CHAT:
             response = await self._send_ids(replica, fields, headers)
         else:  # the engine renders the prompt, or it stands in the fields
             call = Request("POST", route, headers, join(fields), repeatable=True)
@@ -83,14 +83,14 @@ class PlannedTurn:
                 response = await rename_errors(response, _PROMPT_FIELDS[route])
         if response.status < 400:
             for each in plan.prompts:  # the replica holds prompts that are in no recorded turn of it
-                if (ids := prompt_of(each)) and not each.placement.holder:
-                    services.fleet.prefix_caches.note(ids, replica)
+                if each.prompt and not each.placement.holder:
+                    services.fleet.prefix_caches.note(each.prompt, replica)
         return response
 
     async def _send_ids(self, replica: Replica, fields: Fields, headers: Headers) -> Response:
         """Send a chat completion whose prompt is exact ids."""
-        capabilities, images, single = replica.require_capabilities(), images_of(self.plan), b""
-        prompt, given = prompt_of(self.plan), self.request.required_prefix or self.request.given
+        capabilities, images, single = replica.require_capabilities(), self.plan.images, b""
+        prompt, given = self.plan.prompt, self.request.required_prefix or self.request.given
         token_in = GenerateTokenIn() if images else capabilities.require_token_in()
         if images:
             placeholder = capabilities.require_images().placeholder
@@ -108,12 +108,6 @@ class PlannedTurn:
             if not choice.weight_versions:
                 spans, choice.weights_uncertain = self.tag.spans(choice.index, len(choice.ids or ()))
                 choice.weight_versions = tuple(WeightSpan(*span) for span in spans)
-
-    def batch(self) -> Batch | None:
-        """The prompts of a completions request as they are sent; None for the other routes."""
-        if self.request.engine_route is not EngineRoute.COMPLETIONS:
-            return None
-        return Batch(tuple(map(prompt_of, self.plan.prompts)), self.request.choices)
 
     def routing(self) -> Routing:
         """The facts by which the fleet chooses a replica."""
@@ -134,20 +128,16 @@ class PlannedTurn:
 
     def _held(self, plan: PromptPlan) -> "_HeldPrefix":
         """The ids of one prompt, and the replica that holds a part of them."""
-        holder, since = plan.placement.holder, plan.placement.held_since
-        if isinstance(plan, Extended):
-            reused, ids = plan.reused, plan.reused + len(plan.appended)
-        elif isinstance(plan, Given):
-            reused, ids = (plan.reused if holder else 0), plan.reused + plan.appended
-        else:
+        ids, turn = plan.reused + plan.appended, plan.placement.matched
+        if plan.source is Source.RENDERED:
             text = self.request.messages or self.request.retry.body
-            reused, ids = 0, len(text) // BYTES_PER_ID // len(self.plan.prompts)
-        if not holder:
-            since = time()
-            if prompt := prompt_of(plan):
-                holder, share = self.services.fleet.prefix_caches.holder_of_prompt(prompt)
-                reused = int(ids * share)
-        return _HeldPrefix(holder, since, ids, reused)
+            ids = len(text) // BYTES_PER_ID // len(self.plan.prompts)
+        if turn is not None and turn.replica:
+            return _HeldPrefix(turn.replica, request_time(turn.id), ids, plan.reused)
+        if not plan.prompt:
+            return _HeldPrefix("", time(), ids, 0)
+        holder, share = self.services.fleet.prefix_caches.holder_of_prompt(plan.prompt)
+        return _HeldPrefix(holder, time(), ids, int(ids * share))
 
 
 class _HeldPrefix(NamedTuple):
@@ -270,7 +260,7 @@ def _conversation(plan: PromptPlan) -> str:
     placement, conversation = plan.placement, plan.placement.conversation
     if not placement.new_rollout and conversation is not None:
         return placement.session.id
-    first_turn = plan.reason is Reason.FIRST_TURN or not isinstance(plan, Rendered)
+    first_turn = plan.reason is Reason.FIRST_TURN or plan.source is not Source.RENDERED
     if conversation is None or first_turn or not conversation.ends:
         return placement.session.id
     answer = conversation.messages[conversation.ends[-1]]

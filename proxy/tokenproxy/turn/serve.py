@@ -10,10 +10,11 @@ from functools import partial
 
 from tokenproxy.base.errors import ApiError, EngineBroken
 from tokenproxy.base.http import BytesResponse, Response, is_event_stream
-from tokenproxy.base.request import ChatRequest
+from tokenproxy.base.request import ChatRequest, EngineRoute
 from tokenproxy.fleet.weight_tags import unknown
 from tokenproxy.record.completion import Batch, Completion
-from tokenproxy.record.plan import prompt_of
+from tokenproxy.record.recorder import Recording
+from tokenproxy.record.retries import Attempt
 from tokenproxy.turn import parsing
 from tokenproxy.turn.answer import Answer, Redactor, StreamedAnswer
 from tokenproxy.turn.observed import add_prompt_headers, count_plan
@@ -43,10 +44,10 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
     history = services.history
     answer = answer or Redactor(request.visible, request.engine_route)
     async with AsyncExitStack() as stack:
-        attempt = await stack.enter_async_context(history.retries.attempt(request))
-        if attempt.earlier is not None:
-            headers = [*attempt.earlier.headers, (b"x-request-replayed", b"true")]
-            return BytesResponse(attempt.earlier.status, headers, attempt.earlier.body)
+        attempt = await stack.enter_async_context(Attempt(history.retries, request))
+        if (earlier := attempt.earlier) is not None:
+            headers = [*earlier.headers, (b"x-request-replayed", b"true")]
+            return BytesResponse(earlier.status, headers, earlier.body)
         claims = await stack.enter_async_context(history.claims())
         try:
             request = await history.echoes.resolve(request)
@@ -54,7 +55,7 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
         except PrefixRefused as refused:
             await attempt.fail(refused.response.status)
             return refused.response
-        recording = history.recorder.start(turn.plan, claims, turn.add_weights)
+        recording = Recording(history.recorder, turn.plan, claims, turn.add_weights)
         response = await services.fleet.send(turn.send, turn.routing())
         stack.push_async_callback(response.aclose)
         plan, tag = turn.plan, turn.tag
@@ -66,7 +67,8 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
             await attempt.fail(response.status)
             return BytesResponse(response.status, response.headers, await response.read())
 
-        batch = turn.batch()
+        # only the completions route tells with each choice which prompt it continues
+        batch = plan.batch if request.engine_route is EngineRoute.COMPLETIONS else None
         if plan.placement.conversation is not None:
             answer.turn_id = plan.placement.turn_id
         if is_event_stream(response.headers) and isinstance(answer, StreamedAnswer):
@@ -76,7 +78,7 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
                 choices=request.choices,
             )
         body = await response.read()
-        read = partial(_read, body, prompt_of(plan), batch, answer)
+        read = partial(_read, body, plan.prompt, batch, answer)
         completion, shown = read() if len(body) < _READ_ON_THREAD_BYTES else await services.encoders.run(read)
         await recording.add(completion)
         if isinstance(shown, ApiError):

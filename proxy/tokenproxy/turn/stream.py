@@ -10,7 +10,6 @@ from tokenproxy.base.http import Response
 from tokenproxy.engine.sse import event_data, split_events
 from tokenproxy.fleet.weight_tags import WeightTag
 from tokenproxy.record.completion import Batch
-from tokenproxy.record.plan import prompt_of
 from tokenproxy.record.recorder import Recording
 from tokenproxy.record.retries import KEPT_BYTES, Attempt
 from tokenproxy.turn import parsing
@@ -59,7 +58,7 @@ class RecordedStream:
         self.headers = [pair for pair in response.headers if pair[0] != b"content-length"]
         self._blocks = _Blocks(response.chunks())
         plan = recording.plan
-        self._reader = CompletionReader(choices * len(plan.prompts), prompt_of(plan), batch)
+        self._reader = CompletionReader(choices * len(plan.prompts), plan.prompt, batch)
         self._answer = answer
         self._recording = recording
         self._attempt = attempt

@@ -11,7 +11,7 @@ from tokenproxy.base.request import ChatRequest
 from tokenproxy.engine.protocol import fetch
 from tokenproxy.fleet.replica import Replica
 from tokenproxy.formats.messages.format import MessagesFormat
-from tokenproxy.record.plan import Extended
+from tokenproxy.record.vocabulary import Source
 from tokenproxy.turn.sending import plan_turn
 from tokenproxy.turn.services import Services
 from tokenproxy.turn.wire import problem_of
@@ -54,7 +54,7 @@ async def _recorded(chat: ChatRequest, services: Services) -> int | None:
             plan = (await plan_turn(chat, services, claims)).plan
     except BadRequest:
         return None  # the engine counts what is too long, and explains what is wrong
-    return plan.reused + len(plan.appended) if isinstance(plan, Extended) else None
+    return plan.reused + plan.appended if plan.source is Source.EXTENDED else None
 
 
 async def _rendered(request: Request, chat: ChatRequest, replica: Replica) -> Response:

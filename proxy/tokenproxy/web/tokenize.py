@@ -86,10 +86,10 @@ async def _append(request: ChatRequest, services: Services) -> Response:
     fleet_model = await fleet.served_model()
     tokenizer = fleet_model.require_tokenizer()
     model = served_model(fleet_model, request, services)
-    placer = services.history.placer
+    planner = services.history.planner
     if request.images is not None or (request.media and model.images is None):
-        ids, _ = await place_images(placer, request, ids, model)
-    made = await append_messages(placer, request, ids, model, to_complete=False)
+        ids, _ = await place_images(planner, request, ids, model)
+    made = await append_messages(planner, request, ids, model, to_complete=False)
     strings = read(fields, "return_token_strs", bool) or False
 
     def check() -> list[str] | None:
@@ -99,11 +99,11 @@ async def _append(request: ChatRequest, services: Services) -> Response:
     token_strs = await services.in_thread(check)
     return json_response(
         {
-            "count": ids.count + len(made.appended),
+            "count": ids.count + made.appended,
             "max_model_len": model.max_model_len,
             "tokens": msgspec.Raw(made.prompt),
             "token_strs": token_strs,
-            "appended": len(made.appended),
+            "appended": made.appended,
         }
     )
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tokenproxy.monitoring.metrics import Metrics
-from tokenproxy.record.audit import Auditor
+from tokenproxy.record.appending import Auditor
 from tokenproxy.record.encoders import EncoderPool
 from tokenproxy.record.history import History
 from tokenproxy.record.store import Limits

@@ -46,7 +46,8 @@ def _continued(
     parent = before.id if before else None
     turn = replace(root(name, appended, sampled, rollout=rollout), parent=parent, prompt_tokens=count)
     prompt = ids.join(before.ids, appended) if before else ids.dump(appended)
-    return cached_turn(turn, before, prompt, hash_ids(before, turn.appended, turn.completion))
+    data = ids.concatenate(prompt, ids.dump(sampled))
+    return cached_turn([turn], before, data, hash_ids(before, turn.appended, turn.completion))
 
 
 def _turn(name: str, length: int) -> CachedTurn:
@@ -108,7 +109,8 @@ def _recorded(path: list[Turn]) -> CachedTurn:
     for turn in path:
         appended = unpack_ids(turn.appended)
         prompt = ids.join(cached.ids, appended) if cached else ids.dump(appended)
-        cached = cached_turn(turn, cached, prompt, hash_ids(cached, turn.appended, turn.completion))
+        data = ids.concatenate(prompt, ids.dump(unpack_ids(turn.completion)))
+        cached = cached_turn([turn], cached, data, hash_ids(cached, turn.appended, turn.completion))
     assert cached is not None
     return cached
 

@@ -31,4 +31,4 @@ def test_messages_come_back_as_they_were_spelled() -> None:
     conversation = TurnCache(2**20).parse(raw)
     assert conversation.json(0) == b'[{"role":"user", "content" : "\\u00e9"},{"role":"user","content":"x"}]'
     assert conversation.json(2) == b"[]"
-    assert conversation.parse(1, 2) == [{"role": "user", "content": "x"}]
+    assert conversation.parse(1) == [{"role": "user", "content": "x"}]

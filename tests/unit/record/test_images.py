@@ -15,7 +15,9 @@ from tokenproxy.base.images import Image
 from tokenproxy.base.request import GivenIds
 from tokenproxy.record.completion import Completion, SampledChoice
 from tokenproxy.record.history import History
-from tokenproxy.record.plan import Given, PromptPlan, ServedModel
+from tokenproxy.record.plan import PromptPlan, ServedModel
+from tokenproxy.record.recorder import Recording
+from tokenproxy.record.vocabulary import Source
 
 _PLACEHOLDER = 9
 
@@ -42,9 +44,9 @@ async def _plan(history: History, model: ServedModel, prompt: list[int], *images
 async def _record(history: History, prompt: list[int], *images: str) -> list[int]:
     """Record a turn; returns its ids."""
     plan = await _plan(history, _WITH_IMAGES, prompt, *images)
-    assert isinstance(plan, Given)
+    assert plan.source is Source.GIVEN
     choice = SampledChoice(0, {"role": "assistant", "content": "x"}, [6], [-0.5], "stop")
-    await history.recorder.start(plan, history.claims()).add(Completion(plan.prompt, [choice], 1))
+    await Recording(history.recorder, plan, history.claims()).add(Completion(plan.prompt, [choice], 1))
     return [*json.loads(plan.prompt), 6]
 
 

@@ -6,9 +6,9 @@ from tests.support.recording import chat_request, session_ref
 from tokenproxy.base.errors import BadRequest, EngineBroken
 from tokenproxy.base.request import ChatRequest, RetrySigns
 from tokenproxy.monitoring.metrics import Metrics
-from tokenproxy.record.retries import EarlierResponse, Retries
+from tokenproxy.record.claims import Tasks
+from tokenproxy.record.retries import Attempt, EarlierResponse, Retries
 from tokenproxy.record.store import Limits
-from tokenproxy.record.tasks import Tasks
 from tokenproxy.store.sqlite import SqliteStore
 
 _SESSION = "s"
@@ -33,7 +33,7 @@ def _request(
 
 async def _run(retries: Retries, request: ChatRequest, body: bytes = b"first") -> EarlierResponse | None:
     """Serve a request; returns the earlier response if it got one."""
-    async with retries.attempt(request) as attempt:
+    async with Attempt(retries, request) as attempt:
         if attempt.earlier is None:
             await attempt.keep(200, [(b"x-turn-id", b"1")], body)
         return attempt.earlier
@@ -74,7 +74,7 @@ async def test_failed_request_is_run_again(retries: Retries, error: BaseExceptio
     for _ in range(2):
         await _run(retries, _request())
     with pytest.raises(type(error)):
-        async with retries.attempt(_request()):
+        async with Attempt(retries, _request()):
             raise error
     await retries.tasks.aclose()
     assert await _run(retries, _request(count=b"1")) is None
