@@ -118,8 +118,11 @@ class Record:
     @asynccontextmanager
     async def matcher(self) -> AsyncIterator[Matcher]:
         """A matcher with an empty cache."""
-        with EncoderPool(1) as encoders:
+        encoders = EncoderPool(1)
+        try:
             yield Matcher(self.store, TurnCache(2**24), encoders, Metrics())
+        finally:
+            encoders.shutdown()
 
 
 def session_ref(name: str, explicit: bool = True) -> SessionRef:

@@ -1,4 +1,4 @@
-"""Plans the prompt of one turn, and sends it to a replica.
+"""Plans the prompt of one turn, sends it to a replica, and reports the plan.
 
 The prompt is planned once, for the model that the fleet serves. The replica that runs it is chosen after
 that, because the plan holds the conversation and the replica that has its ids cached.
@@ -22,14 +22,15 @@ from tokenproxy.fleet.choosing import BYTES_PER_ID, Routing, body_digest
 from tokenproxy.fleet.model import FleetImages, FleetModel
 from tokenproxy.fleet.replica import Replica
 from tokenproxy.fleet.weight_tags import WeightTag
-from tokenproxy.monitoring.exchange import span
+from tokenproxy.monitoring.exchange import running_exchange, span
+from tokenproxy.monitoring.metrics import Metrics
+from tokenproxy.monitoring.spans import Span, Value
 from tokenproxy.record.claims import Claims
 from tokenproxy.record.completion import Completion
 from tokenproxy.record.images import single_placeholders
 from tokenproxy.record.plan import PromptPlan, ServedModel
 from tokenproxy.record.turn import WeightSpan, request_time
 from tokenproxy.record.vocabulary import Reason, Source
-from tokenproxy.turn.observed import describe_plan, describe_request
 from tokenproxy.turn.required_prefix import render_with_prefix
 from tokenproxy.turn.services import Services
 
@@ -265,3 +266,78 @@ def _conversation(plan: PromptPlan) -> str:
         return placement.session.id
     answer = conversation.messages[conversation.ends[-1]]
     return f"{placement.scope.tenant}/beginning/{answer.loose.hex()}"
+
+
+# --- reports: headers, metrics, traces, the access log
+
+
+def count_plan(plan: PromptPlan, metrics: Metrics) -> None:
+    """Count the prompts of a request, once for each request, and note them for the access log."""
+    for prompt in plan.prompts:
+        metrics.prompts.labels(prompt.source, prompt.reason or "none").inc()
+        if prompt.reason == Reason.AMBIGUOUS:
+            metrics.ambiguous.inc()
+        if prompt.source is not Source.RENDERED:
+            counter = metrics.reused_ids if prompt.source is Source.EXTENDED else metrics.given_ids
+            counter.inc(prompt.reused)
+            metrics.appended_ids.inc(prompt.appended)
+    exchange = running_exchange()
+    if exchange is not None and exchange.noting:
+        exchange.note(_described(plan))
+
+
+def describe_plan(span: Span, plan: PromptPlan) -> None:
+    """Add the plan to the span of planning."""
+    if span.recording:
+        attributes = {f"tokenproxy.prompt.{name}": value for name, value in _described(plan).items()}
+        span.set({**attributes, "tokenproxy.prompt.candidates": plan.placement.candidates})
+
+
+def describe_request(request: ChatRequest, plan: PromptPlan) -> None:
+    """Add the requested parameters to the request's spans, with OpenTelemetry's names for generative AI."""
+    exchange = running_exchange()
+    if exchange is None or not exchange.span.recording:
+        return
+    max_tokens = raw_value(request.fields, "max_completion_tokens") or raw_value(request.fields, "max_tokens")
+    exchange.engine_attributes = {
+        "gen_ai.operation.name": ("chat" if request.engine_route is EngineRoute.CHAT else "text_completion"),
+        "gen_ai.provider.name": "vllm",
+        "gen_ai.request.model": request.model or plan.placement.scope.model,
+        "gen_ai.request.temperature": request.temperature,
+        "gen_ai.request.max_tokens": int(max_tokens) if max_tokens and max_tokens.isdigit() else None,
+        "gen_ai.request.choice.count": request.choices if request.choices > 1 else None,
+        "gen_ai.request.stream": request.stream,
+        "gen_ai.conversation.id": plan.placement.session.name if plan.rollout is not None else None,
+    }
+    exchange.span.set(exchange.engine_attributes)
+
+
+def _described(plan: PromptPlan) -> dict[str, Value | None]:
+    has_ids = plan.source is not Source.RENDERED
+    return {
+        "source": str(plan.source),
+        "reason": str(plan.reason) if plan.reason else None,
+        "session": plan.placement.session.name if plan.rollout is not None else None,
+        "turn": plan.placement.turn_id if plan.placement.conversation is not None else None,
+        "reused": sum(prompt.reused for prompt in plan.prompts) if has_ids else None,
+        "appended": plan.appended if has_ids else None,
+    }
+
+
+def add_prompt_headers(response: Response, plan: PromptPlan) -> None:
+    """Report on a successful response where its prompts came from and where their turns are recorded."""
+    if response.status >= 400:
+        return
+    said, candidates = _described(plan), plan.placement.candidates
+    headers = {
+        b"x-prompt-source": said["source"],
+        b"x-prompt-reused": said["reused"] or 0,
+        b"x-prompt-appended": said["appended"],
+        b"x-prompt-reason": said["reason"],
+        b"x-prompt-candidates": candidates if candidates > 1 else None,
+        b"x-session-id": said["session"],
+        b"x-turn-id": said["turn"],
+    }
+    # an engine that is a tokenproxy itself has set these headers for its own prompt
+    response.headers = [pair for pair in response.headers if pair[0] not in headers]
+    response.headers += [(name, str(value).encode()) for name, value in headers.items() if value is not None]

@@ -17,10 +17,9 @@ from tokenproxy.record.recorder import Recording
 from tokenproxy.record.retries import Attempt
 from tokenproxy.turn import parsing
 from tokenproxy.turn.answer import Answer, Redactor, StreamedAnswer
-from tokenproxy.turn.observed import add_prompt_headers, count_plan
 from tokenproxy.turn.reader import read_completion
 from tokenproxy.turn.required_prefix import PrefixRefused
-from tokenproxy.turn.sending import plan_turn
+from tokenproxy.turn.sending import add_prompt_headers, count_plan, plan_turn
 from tokenproxy.turn.services import Services
 from tokenproxy.turn.stream import RecordedStream
 
@@ -74,7 +73,7 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
         if is_event_stream(response.headers) and isinstance(answer, StreamedAnswer):
             await recording.announce()
             return RecordedStream(
-                *(response, answer, recording, batch, attempt.hand_over(), stack.pop_all(), tag),
+                *(response, answer, recording, batch, attempt, stack.pop_all(), tag),
                 choices=request.choices,
             )
         body = await response.read()

@@ -64,7 +64,7 @@ class RecordedStream:
         self._attempt = attempt
         self._cleanup = cleanup
         self._usage_s = usage_s
-        self._sent: list[bytes] | None = [] if attempt.wants_body else None
+        self._sent: list[bytes] | None = [] if attempt.retriable else None
         """The bytes kept for a retry; None if they are too long, or if no retry is possible."""
         self._sent_bytes = 0
         self._done = self._broken_off = False
@@ -115,7 +115,6 @@ class RecordedStream:
         """Record the ids sampled so far if the client left early, and close the engine's response."""
         async with self._cleanup:
             self._recording.add_later(self._reader.rest())
-            self._attempt.abandon()
             await self._blocks.aclose()
 
     def _progress(self) -> dict[int, int] | None:

@@ -15,8 +15,9 @@ from tokenproxy.store.sqlite import SqliteStore
 @pytest.fixture
 async def history() -> AsyncIterator[History]:
     """An open record without turns."""
-    with EncoderPool(1, 2**20) as encoders:
-        made = History(SqliteStore(None, Limits()), encoders, Metrics(), 2**20, Auditor(Metrics(), None))
-        await made.open()
-        yield made
-        await made.aclose()
+    encoders = EncoderPool(1, 2**20)
+    made = History(SqliteStore(None, Limits()), encoders, Metrics(), 2**20, Auditor(Metrics(), None))
+    await made.open()
+    yield made
+    await made.aclose()
+    encoders.shutdown()

@@ -87,7 +87,7 @@ def _stream(
         Redactor(NOTHING),
         cast(Any, recording),
         None,
-        cast(Any, SimpleNamespace(wants_body=False, abandon=lambda: None)),
+        cast(Any, SimpleNamespace(retriable=False)),
         AsyncExitStack(),
         WeightTag(None, stream=True),
         choices=choices,
