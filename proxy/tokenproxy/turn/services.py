@@ -53,11 +53,12 @@ class RunningRequests:
             yield
         except asyncio.CancelledError as error:
             # a task that its client's disconnect cancels at the same time stays cancelled
-            if block not in self._blocks and task.uncancel() <= before:
+            if block not in self._blocks and task.cancelling() <= before + 1:
                 raise stopping from error
             raise
         finally:
-            self._blocks.pop(block, None)
+            if self._blocks.pop(block, None) is None:
+                task.uncancel()
 
     def cut(self) -> int:
         """End the requests inside a `cuttable` block, and refuse new ones. Returns how many there were."""
