@@ -211,7 +211,7 @@ async def place_given(
         parent=parent,
         first_new=first_new if parent else 0,
         findable=proved,
-        matched=placement.matched or parent,
+        match=replace(match, turn=match.turn or parent),
     )
 
 

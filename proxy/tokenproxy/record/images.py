@@ -6,7 +6,7 @@ those that the model's processor makes of it; they are asked for once, and never
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -21,6 +21,7 @@ from tokenproxy.record.encoders import EncoderPool
 from tokenproxy.record.turn import PromptImage
 
 _WEB = ("http://", "https://")
+_LIMITS = ImageLimits()
 MAX_IMAGES = 1024
 """Of one prompt."""
 
@@ -96,7 +97,6 @@ class ImageLoader:
     """Loads images, and asks the model for their ids. One per application."""
 
     encoders: EncoderPool
-    limits: ImageLimits = field(default_factory=ImageLimits)
     fetch: Fetch | None = None
     """For images from the web; None if they are not loaded."""
 
@@ -117,19 +117,16 @@ class ImageLoader:
 
     async def _load(self, ref: ImageRef, model: ImageModel, name: str) -> LoadedImage:
         try:
-            image = await self._image(ref)
+            if not ref.url[:8].lower().startswith(_WEB):
+                image = await self.encoders.run(lambda: decode_image(ref.url, _LIMITS), len(ref.url))
+            elif self.fetch is None:
+                raise NotLoadable(f"`{ref.where}` is an image on the web (`image_hosts`)")
+            else:
+                data = await self.fetch(ref.url)
+                image = await self.encoders.run(lambda: check_image(data, _LIMITS), len(data))
             return LoadedImage(image, await model.ids_of(image))
         except InvalidImage as error:
             raise BadRequest(f"`{ref.where}`: {error}", param=name, code="invalid_image") from error
-
-    async def _image(self, ref: ImageRef) -> Image:
-        limits = self.limits
-        if not ref.url[:8].lower().startswith(_WEB):
-            return await self.encoders.run(lambda: decode_image(ref.url, limits), len(ref.url))
-        if self.fetch is None:
-            raise NotLoadable(f"`{ref.where}` is an image on the web (`image_hosts`)")
-        data = await self.fetch(ref.url)
-        return await self.encoders.run(lambda: check_image(data, limits), len(data))
 
 
 def expand_images(

@@ -65,22 +65,18 @@ class Placement:
     """Whether this is the first turn of the rollout, under a name that the proxy chose."""
     findable: bool
     """Whether the turn may be found by the text of its conversation."""
-    matched: CachedTurn | None = None
+    match: Match = field(default_factory=Match)
     """The turn that the request continues, in any rollout."""
     parent: CachedTurn | None = None
     """The turn of the same rollout whose ids the prompt begins with."""
     first_new: int = 0
     """Index of the first message of the request after the parent's conversation."""
-    candidates: int = 0
-    """Number of recorded turns with the request's text."""
-    claimed: bool = False
-    """Whether `matched` was claimed for this request."""
     logprobs_mode: str = ""
 
     @property
     def holder(self) -> str:
-        """Name of the replica that served `matched` and may hold its ids; empty if unknown."""
-        return self.matched.replica if self.matched is not None else ""
+        """Name of the replica that served the matched turn and may hold its ids; empty if unknown."""
+        return self.match.turn.replica if self.match.turn is not None else ""
 
 
 def place(
@@ -110,9 +106,7 @@ def place(
         conversation=conversation if request.record else None,
         new_rollout=new,
         findable=request.findable,
-        matched=match.turn,
-        candidates=match.candidates,
-        claimed=match.claimed,
+        match=match,
         logprobs_mode=model.logprobs_mode,
     )
 

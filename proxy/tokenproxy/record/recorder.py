@@ -179,8 +179,8 @@ class Recording:
             self._holders[position] = turns[0].turn
             if not plan.prompt:
                 metrics.rendered_ids.inc(turns[0].turn.prompt_tokens)
-            if placement.claimed and placement.matched is not None:
-                self._claims.keep(placement.matched.id)
+            if placement.match.claimed and placement.match.turn is not None:
+                self._claims.keep(placement.match.turn.id)
         _tell_trace(turns, sampled)
         if evicted.rollouts:
             metrics.count_evicted(evicted.rollouts, evicted.undelivered)

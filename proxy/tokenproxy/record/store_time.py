@@ -80,18 +80,15 @@ async def within(seconds: float, work: Awaitable[T]) -> T:
     """
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
-    before, expired = task.cancelling(), False
-
-    def wait_a_little() -> None:
-        nonlocal timer
-        timer = loop.call_later(_GRACE_S, expire)
+    before, done, expired = task.cancelling(), False, False
 
     def expire() -> None:
         nonlocal expired
-        expired = True
-        task.cancel()
+        if not done:
+            expired = True
+            task.cancel()
 
-    timer = loop.call_later(seconds, wait_a_little)
+    timer = loop.call_later(seconds, loop.call_later, _GRACE_S, expire)
     try:
         return await work
     except asyncio.CancelledError:
@@ -100,6 +97,7 @@ async def within(seconds: float, work: Awaitable[T]) -> T:
             raise TimeoutError from None
         raise
     finally:
+        done = True
         timer.cancel()
         if expired:
             task.uncancel()

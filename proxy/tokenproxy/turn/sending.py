@@ -129,7 +129,7 @@ class PlannedTurn:
 
     def _held(self, plan: PromptPlan) -> "_HeldPrefix":
         """The ids of one prompt, and the replica that holds a part of them."""
-        ids, turn = plan.reused + plan.appended, plan.placement.matched
+        ids, turn = plan.reused + plan.appended, plan.placement.match.turn
         if plan.source is Source.RENDERED:
             text = self.request.messages or self.request.retry.body
             ids = len(text) // BYTES_PER_ID // len(self.plan.prompts)
@@ -290,7 +290,7 @@ def describe_plan(span: Span, plan: PromptPlan) -> None:
     """Add the plan to the span of planning."""
     if span.recording:
         attributes = {f"tokenproxy.prompt.{name}": value for name, value in _described(plan).items()}
-        span.set({**attributes, "tokenproxy.prompt.candidates": plan.placement.candidates})
+        span.set({**attributes, "tokenproxy.prompt.candidates": plan.placement.match.candidates})
 
 
 def describe_request(request: ChatRequest, plan: PromptPlan) -> None:
@@ -328,7 +328,7 @@ def add_prompt_headers(response: Response, plan: PromptPlan) -> None:
     """Report on a successful response where its prompts came from and where their turns are recorded."""
     if response.status >= 400:
         return
-    said, candidates = _described(plan), plan.placement.candidates
+    said, candidates = _described(plan), plan.placement.match.candidates
     headers = {
         b"x-prompt-source": said["source"],
         b"x-prompt-reused": said["reused"] or 0,

@@ -22,8 +22,8 @@ def _request(count: int, prompt: list[int]) -> ChatRequest:
 
 
 def _claimed(plan: PromptPlan) -> str | None:
-    matched = plan.placement.matched if plan.placement.claimed else None
-    return matched.id if matched else None
+    match = plan.placement.match
+    return match.turn.id if match.turn is not None and match.claimed else None
 
 
 async def test_what_was_claimed_is_released_if_another_prompt_fails(
