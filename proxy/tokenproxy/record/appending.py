@@ -27,7 +27,7 @@ from tokenproxy.base.fields import raw_value, read
 from tokenproxy.base.request import ChatRequest, Rendering
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.cache import CachedTurn
-from tokenproxy.record.conversation import Conversation
+from tokenproxy.record.identity import Conversation
 from tokenproxy.record.images import expand_images, refs_in
 from tokenproxy.record.plan import ServedModel
 from tokenproxy.record.turn import PromptImage

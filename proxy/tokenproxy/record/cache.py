@@ -15,7 +15,7 @@ import msgspec
 
 from chat_tokenizer import ids
 from chat_tokenizer.canonical import NO_DEFAULTS, ArgumentDefaults
-from tokenproxy.record.conversation import Conversation, ParsedMessage, parse_message
+from tokenproxy.record.identity import Conversation, ParsedMessage, parse_message
 from tokenproxy.record.turn import PromptImage, Turn, unpack_ids
 from tokenproxy.record.vocabulary import Problem
 

@@ -26,7 +26,7 @@ from tokenproxy.record.appending import (
     too_long,
 )
 from tokenproxy.record.claims import Claims
-from tokenproxy.record.conversation import Conversation
+from tokenproxy.record.identity import Conversation
 from tokenproxy.record.images import ImageModel, ImageRef, NotLoadable, expand_images, refs_in, same_images
 from tokenproxy.record.match import Match
 from tokenproxy.record.plan import Placement, PromptPlan, ServedModel, place, place_nowhere

@@ -20,12 +20,12 @@ from tokenproxy.base.request import ChatRequest
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.cache import CachedTurn, TurnCache, read_turn
 from tokenproxy.record.claims import Claims
-from tokenproxy.record.conversation import Conversation
 from tokenproxy.record.encoders import EncoderPool
 from tokenproxy.record.identity import (
     BARE,
     EXACT,
     KINDS,
+    Conversation,
     Scope,
     changed_part,
     content_key,
@@ -200,7 +200,7 @@ class Matcher:
         ends, sizes = list(conversation.ends), list(_LOOKUPS)
         while ends:
             size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
-            keys = {end: text_keys(search.scope, conversation, end) for end in ends[:size]}
+            keys = {end: text_keys(search.scope, conversation.messages[end]) for end in ends[:size]}
             found = await self.store.find([key for of_end in keys.values() for key in of_end])
             for end in keys if found else ():
                 match = await self._choose(keys[end], found, search, end)
@@ -331,12 +331,11 @@ class Matcher:
         # after an eviction, the store no longer tells that the proxy chose the rollout's name
         scopes = [scope, replace(scope, session=None)]
         recent = ends[: _LOOKUPS[1]]
-        keys = [key for each in scopes for e in recent for key in text_keys(each, conversation, e)]
+        keys = [key for each in scopes for e in recent for key in text_keys(each, conversation.messages[e])]
         under = (await self.store.find(keys)).values()
         if any(not each.turn for hits in under for group in hits.groups for each in group.candidates):
             return Reason.EVICTED
-        own = conversation.messages[last]
-        key = content_key(scope, conversation, last, own.message, own.distinctive)
+        key = content_key(scope, conversation.messages[last])
         found = (await self.store.find([key])).get(key, _NOTHING)
         candidates = [each for group in found.groups for each in group.candidates]
         candidates = [each for each in candidates if each.turn and rollout in (None, each.rollout)]

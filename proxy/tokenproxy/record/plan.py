@@ -9,8 +9,7 @@ from tokenproxy.base.errors import ApiError
 from tokenproxy.base.request import ChatRequest
 from tokenproxy.record.cache import CachedTurn
 from tokenproxy.record.completion import Batch
-from tokenproxy.record.conversation import Conversation
-from tokenproxy.record.identity import Scope
+from tokenproxy.record.identity import Conversation, Scope
 from tokenproxy.record.images import ImageModel, LoadedImage
 from tokenproxy.record.match import Match, rollout_of
 from tokenproxy.record.store import Session, session_id

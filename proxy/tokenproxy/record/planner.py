@@ -31,10 +31,9 @@ from tokenproxy.record.appending import (
 )
 from tokenproxy.record.cache import CachedTurn
 from tokenproxy.record.claims import Claims
-from tokenproxy.record.conversation import Conversation
 from tokenproxy.record.encoders import WORTH_A_THREAD_BYTES, EncoderPool
 from tokenproxy.record.given import UNREADABLE, check_ids_fit, place_given, plan_given
-from tokenproxy.record.identity import Scope, scope_parts
+from tokenproxy.record.identity import Conversation, Scope, scope_parts
 from tokenproxy.record.images import ImageLoader, NotLoadable, refs_in
 from tokenproxy.record.match import Match, Matcher
 from tokenproxy.record.plan import Placement, PromptPlan, ServedModel, place, place_nowhere

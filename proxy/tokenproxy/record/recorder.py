@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 import msgspec
 
-from chat_tokenizer import InvalidIds, TokenizationError, canonical, ids
+from chat_tokenizer import InvalidIds, TokenizationError, ids
 from chat_tokenizer.placeholders import PlaceholdersDiffer
 from tokenproxy.base.request import EngineRoute
 from tokenproxy.monitoring.exchange import running_exchange, span
@@ -23,7 +23,6 @@ from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.cache import CachedTurn, TurnCache, cached_turn, hash_ids
 from tokenproxy.record.claims import Claims, Tasks
 from tokenproxy.record.completion import Completion, SampledChoice, untrainable_reason
-from tokenproxy.record.conversation import is_distinctive
 from tokenproxy.record.encoders import WORTH_A_THREAD_BYTES, EncoderPool
 from tokenproxy.record.identity import ids_entries, text_entries
 from tokenproxy.record.images import name_by_digest, placed_by_engine
@@ -241,13 +240,14 @@ def _new_turn(
     except (OverflowError, TypeError):
         sampled, logprobs, problem = b"", b"", problem or Problem.UNREADABLE_EVIDENCE
     try:
-        own = canonical(choice.message, defaults=conversation.defaults)
+        answer = conversation.answered(choice.message)
     except TokenizationError:
-        own = None
+        answer = None
     appended = _appended(completion, parent, prompt)
     hasher, count = hash_ids(parent, appended, sampled), len(choice.ids or ())
     first = placement.first_new if parent else 0
     shares = holder is not None and holder.parent == (parent.id if parent else None)
+    own = answer.message if answer else None
     arguments = own.arguments if own else ()
     turn = Turn(
         id=turn_id(placement.turn_id, choice.index),
@@ -290,11 +290,10 @@ def _new_turn(
         ids_digest=hasher.digest(),
     )
     entries: list[IndexEntry] = []
-    if own and placement.findable:
+    if answer and placement.findable:
         # a turn without exact ids is found too, to report that, and never equals another turn
         found_ids = turn.ids_digest if sampled and prompt else turn.id.encode()
-        distinctive = is_distinctive(choice.message)
-        entries = text_entries(placement.scope, conversation, own, distinctive, found_ids)
+        entries = text_entries(placement.scope, answer, found_ids)
     if len(prompt) <= len("[]"):
         return NewTurn(turn, entries, None)
     data = ids.concatenate(prompt, choice.raw_ids or ids.dump(unpack_ids(sampled)))

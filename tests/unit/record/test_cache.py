@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from chat_tokenizer import ids
 from tests.support.trees import child, root
 from tokenproxy.record.cache import UNUSABLE, CachedTurn, TurnCache, cached_turn, hash_ids, read_turn
-from tokenproxy.record.conversation import Conversation
+from tokenproxy.record.identity import Conversation
 from tokenproxy.record.turn import Turn, unpack_ids
 from tokenproxy.record.vocabulary import Problem
 

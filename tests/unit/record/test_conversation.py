@@ -2,7 +2,7 @@ import json
 from typing import Any
 
 from tokenproxy.record.cache import TurnCache
-from tokenproxy.record.conversation import Conversation
+from tokenproxy.record.identity import Conversation
 
 _TALK: list[dict[str, Any]] = [
     {"role": "system", "content": "Be kind"},
