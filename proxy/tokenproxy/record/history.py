@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from weakref import WeakSet
 
 from tokenproxy.base.request import ThinkingPolicy
 from tokenproxy.monitoring.metrics import Metrics
@@ -14,8 +15,7 @@ from tokenproxy.record.feed import FeedWatch, finish_idle_forever, report_consum
 from tokenproxy.record.images import ImageLoader
 from tokenproxy.record.match import Matcher
 from tokenproxy.record.planner import Planner
-from tokenproxy.record.recorder import Recorder
-from tokenproxy.record.retries import Retries
+from tokenproxy.record.recorder import Recording
 from tokenproxy.record.store import Store, StoreError
 
 log = logging.getLogger("tokenproxy")
@@ -25,7 +25,7 @@ EVICTION_INTERVAL_S = 60.0
 
 
 class History:
-    """Planner, recorder and retries over one store. One per application."""
+    """What requests share of the record of turns. One per application."""
 
     def __init__(
         self,
@@ -42,6 +42,7 @@ class History:
         """`overflow`, `finish_after_s` and `thinking_policy` are the settings of these names."""
         self.auditor = auditor
         self.store = store
+        self.encoders = encoders
         self.metrics = metrics
         self.cache = TurnCache(cache_bytes)
         self.tasks = Tasks()
@@ -51,14 +52,22 @@ class History:
         renders = overflow == "render"
         self.planner = Planner(matcher, encoders, auditor, images, thinking_policy, renders)
         self.echoes = Echoes(store, matcher.load, metrics)
-        self.recorder = Recorder(store, self.cache, encoders, metrics, self.tasks)
-        self.retries = Retries(store, metrics, self.tasks)
+        self.recordings: WeakSet[Recording] = WeakSet()
+        """Of the running requests."""
+        self.named: dict[str, asyncio.Event] = {}
+        """Of the requests that run with an Idempotency-Key, by a digest of it: set when they end."""
         self.feed_watch = FeedWatch(store)
         self._finish_after_s = finish_after_s
 
     def claims(self) -> Claims:
         """What a request will hold of the record, to be used as a block."""
         return Claims(self.pins)
+
+    def forget(self, rollout: str) -> None:
+        """Remove a deleted rollout: drop its turns from the cache, and do not record its running requests."""
+        self.cache.drop(rollout)
+        for recording in self.recordings:
+            recording.dropped.add(rollout)
 
     async def open(self) -> None:
         """Open the store. Raises StoreError."""

@@ -14,17 +14,18 @@ only where a retry can come: for requests with an `Idempotency-Key`, or with a s
 
 import asyncio
 import hashlib
-from dataclasses import dataclass, field
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from tokenproxy.base.errors import ApiError, BadRequest
 from tokenproxy.base.request import ChatRequest
 from tokenproxy.base.types import Headers
-from tokenproxy.monitoring.metrics import Metrics
-from tokenproxy.record.claims import Tasks
-from tokenproxy.record.store import RESPONSES, Store, StoreError
+from tokenproxy.record.store import RESPONSES, StoreError
+
+if TYPE_CHECKING:
+    from tokenproxy.record.history import History
 
 KEPT_BYTES = 4 * 2**20
 """Longer responses are not kept; their retries run."""
@@ -46,17 +47,6 @@ class EarlierResponse(msgspec.Struct, frozen=True, array_like=True):
     body: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Retries:
-    """What the attempts of an application share."""
-
-    store: Store
-    metrics: Metrics
-    tasks: Tasks
-    running: dict[str, asyncio.Event] = field(default_factory=dict)
-    """Of the requests that run with an Idempotency-Key: set when they end."""
-
-
 class Attempt:
     """One sending of a request: running, then settled once by `keep` or `fail`.
 
@@ -64,7 +54,7 @@ class Attempt:
     or the client leaves, no response is kept.
     """
 
-    def __init__(self, retries: Retries, request: ChatRequest) -> None:
+    def __init__(self, history: "History", request: ChatRequest) -> None:
         signs = request.retry
         self.named = bool(signs.idempotency_key)
         """Whether the client named the request by an Idempotency-Key."""
@@ -76,7 +66,7 @@ class Attempt:
         self.again = self.named or (self.retriable and positive)
         """Whether the request may have been sent before."""
         self.earlier: EarlierResponse | None = None
-        self._retries = retries
+        self._history = history
         self._settled = not self.retriable
         if self.retriable:
             session = request.session.name if request.session else ""
@@ -93,21 +83,21 @@ class Attempt:
         """
         if not self.again:
             return self
-        retries = self._retries
+        history = self._history
         if self.named:
-            while (running := retries.running.get(self._key)) is not None:
+            while (running := history.named.get(self._key)) is not None:
                 await running.wait()
-            retries.running[self._key] = asyncio.Event()
+            history.named[self._key] = asyncio.Event()
         try:
             self.earlier = await self._earlier()
         except StoreError as error:
-            error.report(retries.metrics, "a retry cannot be told from a new request")
+            error.report(history.metrics, "a retry cannot be told from a new request")
         except BaseException:  # cancellation too: repeats of the request wait for the end of this attempt
             self._end()
             raise
         if self.earlier is not None:
             self._end()
-        retries.metrics.retries.labels("answered_again" if self.earlier is not None else "run_anew").inc()
+        history.metrics.retries.labels("answered_again" if self.earlier is not None else "run_anew").inc()
         return self
 
     async def __aexit__(
@@ -119,20 +109,20 @@ class Attempt:
             # the client left, or the engine's stream broke
             self._end()
             if not self.named:
-                self._retries.tasks.finish_later(self._remember_failure())
+                self._history.tasks.finish_later(self._remember_failure())
 
     async def keep(self, status: int, headers: Headers, body: bytes) -> None:
         """Keep a complete response, so that a retry gets the same."""
         if self._settled:
             return
-        self._settled, retries = True, self._retries
+        self._settled, history = True, self._history
         try:
             if len(body) <= KEPT_BYTES:
                 value = msgspec.msgpack.encode(EarlierResponse(self._digest, status, tuple(headers), body))
-                keep_s = retries.store.limits.response_age_s
-                await retries.store.put(RESPONSES, self._key, value, keep_s=keep_s)
+                keep_s = history.store.limits.response_age_s
+                await history.store.put(RESPONSES, self._key, value, keep_s=keep_s)
         except StoreError as error:
-            error.report(retries.metrics, "a response was not kept for a retry")
+            error.report(history.metrics, "a response was not kept for a retry")
         finally:
             self._end()
 
@@ -151,22 +141,22 @@ class Attempt:
         """Wake the requests that wait with the same Idempotency-Key."""
         self._settled = True
         if self.named:
-            self._retries.running.pop(self._key).set()
+            self._history.named.pop(self._key).set()
 
     async def _remember_failure(self) -> None:
         """Store that a request got no response to repeat: each failure lets one retry run."""
-        store = self._retries.store
+        store = self._history.store
         try:
             for number in range(_MOST_FAILURES):
                 name, keep_s = f"{self._key}/{number}", store.limits.response_age_s
                 if await store.put(RESPONSES, name, b"", keep_s=keep_s, before=None):
                     return
         except StoreError as error:
-            error.report(self._retries.metrics, "a failed request was not remembered")
+            error.report(self._history.metrics, "a failed request was not remembered")
 
     async def _earlier(self) -> EarlierResponse | None:
         names = [self._key, *(f"{self._key}/{number}" for number in range(_MOST_FAILURES))]
-        values = await self._retries.store.get(RESPONSES, names)
+        values = await self._history.store.get(RESPONSES, names)
         value = values.get(self._key)
         found = None if value is None else msgspec.msgpack.decode(value, type=EarlierResponse)
         if self.named and found is not None and found.request != self._digest:
@@ -175,7 +165,7 @@ class Attempt:
                 param="Idempotency-Key",
             )
         for name in names[1:]:
-            if name in values and await self._retries.store.take(RESPONSES, name) is not None:
+            if name in values and await self._history.store.take(RESPONSES, name) is not None:
                 return None
         return found
 

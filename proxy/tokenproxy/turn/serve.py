@@ -43,7 +43,7 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
     history = services.history
     answer = answer or Redactor(request.visible, request.engine_route)
     async with AsyncExitStack() as stack:
-        attempt = await stack.enter_async_context(Attempt(history.retries, request))
+        attempt = await stack.enter_async_context(Attempt(history, request))
         if (earlier := attempt.earlier) is not None:
             headers = [*earlier.headers, (b"x-request-replayed", b"true")]
             return BytesResponse(earlier.status, headers, earlier.body)
@@ -54,7 +54,7 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
         except PrefixRefused as refused:
             await attempt.fail(refused.response.status)
             return refused.response
-        recording = Recording(history.recorder, turn.plan, claims, turn.add_weights)
+        recording = Recording(history, turn.plan, claims, turn.add_weights)
         response = await services.fleet.send(turn.send, turn.routing())
         stack.push_async_callback(response.aclose)
         plan, tag = turn.plan, turn.tag

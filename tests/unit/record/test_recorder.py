@@ -110,7 +110,7 @@ async def test_recording_survives_the_cancellation_of_its_request(
         return await add(*args)
 
     monkeypatch.setattr(history.store, "add", slow)
-    request = asyncio.create_task(Recording(history.recorder, _plan(), history.claims()).add(_completion()))
+    request = asyncio.create_task(Recording(history, _plan(), history.claims()).add(_completion()))
     await started.wait()
     request.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -131,7 +131,7 @@ async def test_error_of_recording_is_counted_and_fails_no_response(
         raise error
 
     monkeypatch.setattr(history.store, "add", fail)
-    recording = Recording(history.recorder, _plan(), history.claims())
+    recording = Recording(history, _plan(), history.claims())
     await recording.add(_completion())
     assert "recorded" in caplog.text
     assert history.metrics.registry.get_sample_value("tokenproxy_store_errors_total") == 1
