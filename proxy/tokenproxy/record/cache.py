@@ -75,6 +75,7 @@ class CachedTurn:
     scope: tuple[bytes, ...]
     """As `Turn.scope`."""
     spelling_before: bytes
+    spelling: bytes
     calls: tuple[bytes, ...]
     reasonings: tuple[bytes, ...]
     """One digest for each assistant message of the conversation, in order."""
@@ -160,6 +161,7 @@ def cached_turn(
         usable=usable and complete,
         scope=turn.scope,
         spelling_before=turn.spelling_before,
+        spelling=turn.spelling,
         calls=turn.calls,
         reasonings=tuple(reasonings),
         rendered_turns=parent.rendered_turns if parent else len(path[0].reasonings) - 1,

@@ -50,7 +50,7 @@ class SampledChoice:
 
 
 class Batch(NamedTuple):
-    """The prompts of a request, of which only completions have several: choices come prompt by prompt."""
+    """The prompts of a request of the completions route, whose choices come prompt by prompt."""
 
     prompts: tuple[bytes, ...]
     """Each as it was sent, a JSON array of ids; empty if the engine converts a text."""
@@ -91,8 +91,6 @@ class Completion:
 
         Example: with two choices of each prompt, those with the indexes 2 and 3 belong to prompt 1.
         """
-        if len(batch.prompts) == 1 and self.choices[0].prompt_ids is None:
-            return {0: self}  # of another route than completions
         parts: dict[int, Completion] = {}
         for choice in self.choices:
             part = parts.setdefault(batch.prompt_of(choice.index), Completion())
@@ -106,11 +104,6 @@ class Completion:
         return parts
 
 
-def same_ids(left: bytes, right: bytes) -> bool:
-    """Whether two JSON arrays hold the same ids; equal bytes, the usual case, are not parsed."""
-    return left == right or msgspec.json.decode(left) == msgspec.json.decode(right)
-
-
 def untrainable_reason(
     completion: Completion, choice: SampledChoice, sent: bytes, *, media: bool
 ) -> Problem | None:
@@ -122,7 +115,9 @@ def untrainable_reason(
     if completion.prompt_ids is None or not completion.prompt_ids[:64].strip(b"[] \t\r\n"):
         odd = choice.unreadable == "prompt_token_ids"
         return Problem.UNREADABLE_EVIDENCE if odd else Problem.NO_PROMPT_IDS
-    if sent and not same_ids(sent, completion.prompt_ids):
+    # equal bytes, the usual case, are not parsed
+    differs = sent not in (b"", completion.prompt_ids)
+    if differs and msgspec.json.decode(sent) != msgspec.json.decode(completion.prompt_ids):
         return Problem.PROMPT_MISMATCH
     if choice.unreadable:
         return Problem.UNREADABLE_EVIDENCE

@@ -287,28 +287,23 @@ class Matcher:
 
     async def _named(self, fitting: Sequence["_Fit"], search: _Search, end: int) -> "_Fit | None":
         """The turn that the client names, if its text is that of the request."""
-        name = search.echoed[end]
-        for fit in fitting:
-            if any(candidate.turn == name for candidate in fit.group.candidates):
-                turn = await self.load(name)
-                return fit._replace(turn=turn) if turn is not None else None
-        # of many turns under one key, only some are listed
-        path = await self.store.path(name)
-        if not path or not await self._has_text(path[-1], search, end):
+        turn = await self.load(search.echoed[end])
+        if turn is None:
             return None
-        turn = await self.load(name)
-        return None if turn is None else fitting[0]._replace(turn=turn, repaired=False)
-
-    async def _has_text(self, turn: Turn, search: _Search, end: int) -> bool:
-        """Whether a turn belongs to the scope of a request and ends with its message at `end`."""
+        for fit in fitting:
+            if any(candidate.turn == turn.id for candidate in fit.group.candidates):
+                return fit._replace(turn=turn)
+        # of many turns under one key, only some are listed
         if turn.scope != search.scope.parts or not _ends_at(turn, search.conversation, end):
-            return False
-        if search.rollout is not None:
-            return turn.rollout == search.rollout
+            return None
+        if search.rollout not in (None, turn.rollout):
+            return None
         session = await self.store.session(turn.rollout)
         if session is None or session.tenant != search.scope.tenant:
-            return False
-        return search.scope.session == (session.name if session.explicit else None)
+            return None
+        if search.rollout is None and search.scope.session != (session.name if session.explicit else None):
+            return None
+        return fitting[0]._replace(turn=turn, repaired=False)
 
     async def _choose_in_rollout(self, search: _Search, end: int, rollout: str) -> Match | None:
         """The turn of a rollout that ends at one message, where `find` lists only some of the turns there."""
@@ -408,7 +403,7 @@ def _continues(conversation: Conversation, end: int, turn: CachedTurn, kind: str
     return repaired if fits else None
 
 
-def _ends_at(turn: Turn, conversation: Conversation, end: int) -> bool:
+def _ends_at(turn: Turn | CachedTurn, conversation: Conversation, end: int) -> bool:
     """Whether the conversation of a turn is spelled as the messages up to and including the one at `end`."""
     spelled = extend(turn.spelling_before, turn.spelling) if turn.spelling else b""
     return spelled == conversation.messages[end].strict

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from chat_tokenizer import ChatTokenizer
 from tokenproxy.base.errors import ApiError
-from tokenproxy.base.request import ChatRequest
+from tokenproxy.base.request import ChatRequest, EngineRoute
 from tokenproxy.record.cache import CachedTurn
 from tokenproxy.record.completion import Batch
 from tokenproxy.record.identity import Conversation, Scope
@@ -145,9 +145,12 @@ class PromptPlan:
         return (self, *self.others)
 
     @property
-    def batch(self) -> Batch:
-        """The prompts as they are sent, and the number of choices of each."""
-        return Batch(tuple(prompt.prompt for prompt in self.prompts), self.placement.request.choices)
+    def batch(self) -> Batch | None:
+        """The prompts of a completions request as they are sent; None for the other routes."""
+        request = self.placement.request
+        if request.engine_route is not EngineRoute.COMPLETIONS:
+            return None
+        return Batch(tuple(prompt.prompt for prompt in self.prompts), request.choices)
 
     @property
     def rollout(self) -> str | None:

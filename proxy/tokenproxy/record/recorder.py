@@ -119,7 +119,9 @@ class Recording:
             with self._survived("the turns of a request"), span("record", {}):
                 if self._before_recording is not None:
                     await self._before_recording(completion)
-                for position, part in completion.by_prompt(self.plan.batch).items():
+                batch = self.plan.batch
+                parts = {0: completion} if batch is None else completion.by_prompt(batch)
+                for position, part in parts.items():
                     rollout = self.plan.prompts[position].placement.session.id
                     with self._survived(f"a turn of {rollout}"):
                         await self._record(position, part)

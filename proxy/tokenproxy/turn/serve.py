@@ -10,9 +10,10 @@ from functools import partial
 
 from tokenproxy.base.errors import ApiError, EngineBroken
 from tokenproxy.base.http import BytesResponse, Response, is_event_stream
-from tokenproxy.base.request import ChatRequest, EngineRoute
+from tokenproxy.base.request import ChatRequest
 from tokenproxy.fleet.weight_tags import unknown
-from tokenproxy.record.completion import Batch, Completion
+from tokenproxy.record.completion import Completion
+from tokenproxy.record.plan import PromptPlan
 from tokenproxy.record.recorder import Recording
 from tokenproxy.record.retries import Attempt
 from tokenproxy.turn import parsing
@@ -66,18 +67,13 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
             await attempt.fail(response.status)
             return BytesResponse(response.status, response.headers, await response.read())
 
-        # only the completions route tells with each choice which prompt it continues
-        batch = plan.batch if request.engine_route is EngineRoute.COMPLETIONS else None
         if plan.placement.conversation is not None:
             answer.turn_id = plan.placement.turn_id
         if is_event_stream(response.headers) and isinstance(answer, StreamedAnswer):
             await recording.announce()
-            return RecordedStream(
-                *(response, answer, recording, batch, attempt, stack.pop_all(), tag),
-                choices=request.choices,
-            )
+            return RecordedStream(response, answer, recording, attempt, stack.pop_all(), tag)
         body = await response.read()
-        read = partial(_read, body, plan.prompt, batch, answer)
+        read = partial(_read, body, plan, answer)
         completion, shown = read() if len(body) < _READ_ON_THREAD_BYTES else await services.encoders.run(read)
         await recording.add(completion)
         if isinstance(shown, ApiError):
@@ -90,12 +86,11 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
         return BytesResponse(response.status, response.headers, shown)
 
 
-def _read(
-    body: bytes, sent: bytes, batch: Batch | None, answer: Answer
-) -> tuple[Completion, bytes | ApiError]:
+def _read(body: bytes, plan: PromptPlan, answer: Answer) -> tuple[Completion, bytes | ApiError]:
     """What is recorded of a whole completion, and what its client gets, which may be an error."""
+    batch = plan.batch
     parsed = parsing.parse(body, tokens=answer.reads_tokens, whole=True, one_prompt=batch is None)
-    completion = read_completion(parsed, sent, batch)
+    completion = read_completion(parsed, plan.prompt, batch)
     try:
         return completion, answer.whole(parsed, body, completion)
     except ApiError as error:

@@ -9,7 +9,6 @@ from tokenproxy.base.errors import ApiError, EngineBroken
 from tokenproxy.base.http import Response
 from tokenproxy.engine.sse import event_data, split_events
 from tokenproxy.fleet.weight_tags import WeightTag
-from tokenproxy.record.completion import Batch
 from tokenproxy.record.recorder import Recording
 from tokenproxy.record.retries import KEPT_BYTES, Attempt
 from tokenproxy.turn import parsing
@@ -36,29 +35,26 @@ class RecordedStream:
         response: Response,
         answer: StreamedAnswer,
         recording: Recording,
-        batch: Batch | None,
         attempt: Attempt,
         cleanup: AsyncExitStack,
         tag: WeightTag,
         *,
-        choices: int = 1,
         usage_s: float = _USAGE_S,
     ) -> None:
         """A stream that is about to be sent.
 
         Args:
             response: its chunks end where events end, as those of `Fleet.send` do.
-            batch: the prompts of a completions request; None for the other routes.
             cleanup: closed with the stream. It closes the response.
             tag: learns where in the stream the weights changed.
-            choices: how many each prompt has.
             usage_s: how long the event that ends the last turn waits for the usage.
         """
         self.status = response.status
         self.headers = [pair for pair in response.headers if pair[0] != b"content-length"]
         self._blocks = _Blocks(response.chunks())
         plan = recording.plan
-        self._reader = CompletionReader(choices * len(plan.prompts), plan.prompt, batch)
+        choices = plan.placement.request.choices * len(plan.prompts)
+        self._reader = CompletionReader(choices, plan.prompt, plan.batch)
         self._answer = answer
         self._recording = recording
         self._attempt = attempt
