@@ -16,11 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from chat_tokenizer import ChatTokenizer, ids
 from chat_tokenizer.cache import BoundedCache
-from chat_tokenizer.encoder import NO_LIMIT, Limit
+from chat_tokenizer.encoder import Limit
 from chat_tokenizer.thinking import ends_thinking, hidden_reasoning
 from tokenproxy.base.errors import BadRequest
 from tokenproxy.base.fields import raw_value, read
@@ -48,52 +48,43 @@ _SHOWN_CHARACTERS = 2_000
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
-    """Ids that a conversation consumed and sampled so far."""
+class Continuation:
+    """Ids that a conversation consumed and sampled so far, and the messages after them."""
 
     ids: bytes
     """A compact JSON array, checked."""
     count: int
-    finish_reason: str | None = "stop"
-    """How the last turn ended, as the engine reported it."""
-    stop_reason: str | int | None = None
-
-
-class NewMessages(NamedTuple):
-    """The messages after a prefix."""
-
+    """Number of these ids."""
+    turn: CachedTurn | None
+    """The recorded turn whose ids they are; None if the client sent them."""
     field: str
-    """The field of the request that holds them."""
+    """The field of the request that holds the messages."""
     first: int
     """The index of the first one in that field."""
     parse: Callable[[], tuple[Messages, Messages | None]]
-    """Returns them, and the messages that led to the prefix if those are known. Runs on a thread."""
+    """Returns them, and the messages that led to the ids if those are known. Runs on a thread."""
     media: bool
+    """Whether the messages hold images or other media."""
     size: int
     """Bytes of the messages that are parsed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """A prefix with messages after it."""
+    """Ids with messages after them."""
 
     prompt: bytes
     """The whole prompt as a compact JSON array."""
     appended: int
-    """Number of ids after the prefix."""
+    """Number of ids of the messages."""
     images: list[PromptImage]
     """The images in these ids."""
 
 
 async def append(
-    planner: "Planner",
-    request: ChatRequest,
-    model: ServedModel,
-    prefix: Prefix,
-    new: NewMessages,
-    most_ids: int | None,
+    planner: "Planner", rendering: Rendering, model: ServedModel, new: Continuation, most_ids: int | None
 ) -> Appended:
-    """The prompt that continues a prefix with new messages.
+    """The prompt that continues ids with new messages.
 
     Args:
         most_ids: the most ids to append; None for any number.
@@ -112,8 +103,7 @@ async def append(
 
     def extend() -> tuple[list[int], Messages]:
         messages, history = new.parse()
-        rendering = request.rendering
-        appended = suffix(tokenizer, prefix, messages, rendering, history, limit)
+        appended = suffix(tokenizer, new.ids, new.turn, messages, rendering, history, limit)
         if history is not None:
             planner.auditor.consider(tokenizer, history, messages, rendering)
         return appended, messages
@@ -123,44 +113,43 @@ async def append(
     if model.images is not None and (new.media or model.images.placeholder in appended):
         refs = refs_in(messages, new.field, new.first) if new.media else []
         loaded = await planner.images.load(refs, model.images, new.field)
-        appended, images = expand_images(appended, model.images, loaded, prefix.count)
-    return Appended(ids.join(prefix.ids, appended), len(appended), images)
+        appended, images = expand_images(appended, model.images, loaded, new.count)
+    return Appended(ids.join(new.ids, appended), len(appended), images)
 
 
 def suffix(
     tokenizer: ChatTokenizer,
-    prefix: Prefix,
+    prefix: bytes,
+    turn: CachedTurn | None,
     new: Messages,
     rendering: Rendering,
     history: Messages | None,
-    limit: Limit = NO_LIMIT,
+    limit: Limit,
 ) -> list[int]:
-    """The ids that the chat template puts after a prefix for new messages.
+    """The ids that the chat template puts after others for new messages.
 
     Args:
+        prefix: these other ids, a JSON array.
+        turn: the recorded turn whose ids they are; None if the client sent them.
         history: the messages that led to the prefix, or None; the last one is the assistant's.
 
     Raises:
         TokenizationError, Stopped: as `ChatTokenizer.append`.
     """
+    stop_reason = turn.stop_reason if turn is not None else None
     following = tokenizer.append(
-        [ids.last(prefix.ids)],
+        [ids.last(prefix)],
         new,
         history=history,
         tools=rendering.parse_tools(),
-        finish_reason=prefix.finish_reason,
+        finish_reason=turn.finish_reason if turn is not None else "stop",
         # a stop token that only that request named does not end a turn for the template
-        stop_reason=prefix.stop_reason if isinstance(prefix.stop_reason, str) else None,
+        stop_reason=stop_reason if isinstance(stop_reason, str) else None,
         add_generation_prompt=rendering.add_generation_prompt,
         template_kwargs=rendering.parse_template_kwargs(),
         limit=limit,
     )
     return [*following.close_ids, *following.suffix_ids]
-
-
-def prefix_of(turn: CachedTurn) -> Prefix:
-    """The ids of a recorded turn."""
-    return Prefix(turn.ids, turn.count, turn.finish_reason, turn.stop_reason)
 
 
 def too_long(

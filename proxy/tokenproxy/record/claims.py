@@ -32,7 +32,7 @@ class Pins:
         self._pinned: dict[str, float] = {}
         """When rollouts were pinned, of those pinned lately. Time of `time.monotonic`."""
 
-    async def pin(self, rollout: str, failure: str) -> bool:
+    async def pin(self, rollout: str) -> bool:
         """Mark a rollout as used, and keep it for some time; False if the store fails.
 
         A rollout pinned less than `_RENEW_S` ago is not pinned again: the pin outlives the next renewal.
@@ -44,7 +44,8 @@ class Pins:
             if await self.store.pin(rollout, time.time() + LEASE_S):
                 self._pinned[rollout] = now
         except StoreError as error:
-            error.report(self.metrics, failure)
+            # ids are exact without the pin; an eviction would leave a new turn without its parent
+            error.report(self.metrics, "a rollout in use is not kept from eviction")
             return False
         return True
 
@@ -55,7 +56,7 @@ class Pins:
             recent = time.monotonic() - _RENEW_S
             self._pinned = {rollout: at for rollout, at in self._pinned.items() if at > recent}
             for rollout in list(self.held):
-                if not await self.pin(rollout, "a rollout in use could not be pinned"):
+                if not await self.pin(rollout):
                     break
 
 
@@ -107,8 +108,7 @@ class Claims:
     async def pin(self, rollout: str) -> bool:
         """Keep a rollout from eviction until the end of the block; False if the store does not respond."""
         self.hold(rollout)
-        # the ids are exact without the pin; an eviction would leave the new turn without its parent
-        return await self._pins.pin(rollout, "a rollout in use is not kept from eviction")
+        return await self._pins.pin(rollout)
 
 
 class Tasks:

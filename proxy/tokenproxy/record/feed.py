@@ -160,8 +160,7 @@ async def finish_idle_forever(store: Store, metrics: Metrics, after_s: float) ->
             if newest := await store.sessions(limit=1):
                 await finish_idle(store, idle.before(newest[0].used))
         except StoreError as error:
-            metrics.store_errors.inc()
-            log.log(error.level, "idle rollouts could not be finished: %s", error)
+            error.report(metrics, "idle rollouts could not be finished")
 
 
 async def finish_idle(store: Store, before: float) -> None:

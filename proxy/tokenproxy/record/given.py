@@ -16,12 +16,10 @@ from tokenproxy.base.errors import BadRequest, NotReady, RendererUnavailable, Un
 from tokenproxy.base.request import ChatRequest, GivenIds
 from tokenproxy.record.appending import (
     Appended,
+    Continuation,
     Messages,
-    NewMessages,
-    Prefix,
     append,
     is_truncated,
-    prefix_of,
     suffix,
     too_long,
 )
@@ -128,9 +126,10 @@ async def append_messages(
                 f"`chat_template_kwargs` cannot set {', '.join(reserved)} together with `append_messages`",
                 param="chat_template_kwargs",
             )
-        prefix = Prefix(ids.compact(given.raw), given.count)
-        new = NewMessages(_APPEND, 0, parse, _APPEND in request.media, len(raw) + len(request.messages))
-        return await append(planner, request, model, prefix, new, most_ids)
+        prompt, size = ids.compact(given.raw), len(raw) + len(request.messages)
+        media = _APPEND in request.media
+        new = Continuation(prompt, given.count, None, _APPEND, 0, parse, media, size)
+        return await append(planner, request.rendering, model, new, most_ids)
     except TooManyIds as error:
         raise too_long(model, before + error.count, _APPEND, at_least=error.at_least) from error
     except msgspec.DecodeError as error:
@@ -239,7 +238,7 @@ async def _proves(
         try:
             if turn is not None:
                 history = conversation.history(first)
-                appended = suffix(tokenizer, prefix_of(turn), new, rendering, history, limit=limit)
+                appended = suffix(tokenizer, turn.ids, turn, new, rendering, history, limit)
                 return ids.join(turn.ids, appended) == prompt
             rendered = tokenizer.render(
                 new,

@@ -21,11 +21,10 @@ from tokenproxy.base.errors import RendererUnavailable
 from tokenproxy.base.request import ChatRequest, GivenIds, ThinkingPolicy
 from tokenproxy.record.appending import (
     Auditor,
-    NewMessages,
+    Continuation,
     append,
     is_truncated,
     most_prompt_ids,
-    prefix_of,
     shows_dropped_thinking,
     too_long,
 )
@@ -188,7 +187,10 @@ class Planner:
         if whole is not None and self.renders_overflow:
             # else only a prompt that cannot fit is an error; the engine refuses one without room for more
             whole = most_prompt_ids(request, whole)
-        new = NewMessages(
+        new = Continuation(
+            turn.ids,
+            turn.count,
+            turn,
             "messages",
             first,
             lambda: (conversation.parse(first), conversation.history(first)),
@@ -202,7 +204,7 @@ class Planner:
                 if await self.encoders.run(drops, conversation.size()):
                     return Reason.THINKING_DROPPED
             most_ids = None if whole is None else whole - turn.count
-            made = await append(self, request, model, prefix_of(turn), new, most_ids)
+            made = await append(self, request.rendering, model, new, most_ids)
         except TooManyIds as error:
             if self.renders_overflow:
                 return Reason.CONTEXT_OVERFLOW

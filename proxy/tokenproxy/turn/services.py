@@ -5,10 +5,10 @@
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from tokenproxy.base.errors import Stopping
 from tokenproxy.fleet.fleet import Fleet
@@ -19,8 +19,6 @@ from tokenproxy.record.history import History
 from tokenproxy.settings import Settings
 from tokenproxy.store.guarded import GuardedStore
 from tokenproxy.turn.model_aliases import ModelAliases
-
-T = TypeVar("T")
 
 
 class RunningRequests:
@@ -88,7 +86,3 @@ class Services:
     """The models that serve requests for others."""
     running: RunningRequests = field(default_factory=RunningRequests)
     """The running requests, which are cut off when the process stops."""
-
-    async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run small `work` on an encoder thread."""
-        return await self.encoders.run(work)

@@ -88,7 +88,7 @@ class OneSession(SessionRoute):
             return {"agents": agents_of(found.turns, classes), "turns": shown}
 
         session = {**_described(found.session), "reward": rewards.get("")}
-        return json_response({**session, **await services.in_thread(tree)})
+        return json_response({**session, **await services.encoders.run(tree)})
 
 
 class SessionSamples(SessionRoute):
@@ -110,7 +110,7 @@ class SessionSamples(SessionRoute):
             rows = [layout.row(sample) for sample in result.samples]
             return json_response({"id": session.name, "samples": rows, "refused": result.refused})
 
-        return await services.in_thread(export)
+        return await services.encoders.run(export)
 
 
 class SessionTraces(SessionRoute):
@@ -127,7 +127,7 @@ class SessionTraces(SessionRoute):
             raise BadRequest("`limit` must be at least 1", param="limit")
         most, name = None if math.isinf(limit) else int(limit), found.session.name
         return json_response(
-            await services.in_thread(lambda: traces_of(found.turns, name, since=since, limit=most))
+            await services.encoders.run(lambda: traces_of(found.turns, name, since=since, limit=most))
         )
 
 

@@ -96,7 +96,7 @@ async def _append(request: ChatRequest, services: Services) -> Response:
         values = in_vocabulary(made.prompt, tokenizer, ids.field)
         return tokenizer.token_strings(values) if strings else None
 
-    token_strs = await services.in_thread(check)
+    token_strs = await services.encoders.run(check)
     return json_response(
         {
             "count": ids.count + made.appended,
@@ -121,7 +121,7 @@ async def _keep_prefix(
     token_strs = None
     if read(fields, "return_token_strs", bool):
         tokenizer = model.require_tokenizer()
-        token_strs = await services.in_thread(lambda: tokenizer.token_strings(tokens))
+        token_strs = await services.encoders.run(lambda: tokenizer.token_strings(tokens))
     return json_response(
         {
             **spliced.rendered,
