@@ -8,7 +8,7 @@ from tokenproxy.base.request import ThinkingPolicy
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.appending import Auditor
 from tokenproxy.record.cache import TurnCache
-from tokenproxy.record.claims import Claims, Pins, Tasks
+from tokenproxy.record.claims import Pins, Tasks
 from tokenproxy.record.echo import Echoes
 from tokenproxy.record.encoders import EncoderPool
 from tokenproxy.record.feed import FeedWatch, finish_idle_forever, report_consumers_forever
@@ -58,10 +58,6 @@ class History:
         """Of the requests that run with an Idempotency-Key, by a digest of it: set when they end."""
         self.feed_watch = FeedWatch(store)
         self._finish_after_s = finish_after_s
-
-    def claims(self) -> Claims:
-        """What a request will hold of the record, to be used as a block."""
-        return Claims(self.pins)
 
     def forget(self, rollout: str) -> None:
         """Remove a deleted rollout: drop its turns from the cache, and do not record its running requests."""

@@ -12,6 +12,7 @@ from tokenproxy.base.errors import ApiError, EngineBroken
 from tokenproxy.base.http import BytesResponse, Response, is_event_stream
 from tokenproxy.base.request import ChatRequest
 from tokenproxy.fleet.weight_tags import unknown
+from tokenproxy.record.claims import Claims
 from tokenproxy.record.completion import Completion
 from tokenproxy.record.plan import PromptPlan
 from tokenproxy.record.recorder import Recording
@@ -48,7 +49,7 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
         if (earlier := attempt.earlier) is not None:
             headers = [*earlier.headers, (b"x-request-replayed", b"true")]
             return BytesResponse(earlier.status, headers, earlier.body)
-        claims = await stack.enter_async_context(history.claims())
+        claims = await stack.enter_async_context(Claims(history.pins))
         try:
             request = await history.echoes.resolve(request)
             turn = await plan_turn(request, services, claims)

@@ -45,8 +45,13 @@ def _continued(
     count = (before.count if before else 0) + len(appended)
     parent = before.id if before else None
     turn = replace(root(name, appended, sampled, rollout=rollout), parent=parent, prompt_tokens=count)
-    prompt = ids.join(before.ids, appended) if before else ids.dump(appended)
-    data = ids.concatenate(prompt, ids.dump(sampled))
+    return _cached(before, turn)
+
+
+def _cached(before: CachedTurn | None, turn: Turn) -> CachedTurn:
+    """A turn as it is cached when it was recorded."""
+    own = unpack_ids(turn.appended + turn.completion)
+    data = ids.join(before.ids, own) if before else ids.dump(own)
     return cached_turn([turn], before, data, hash_ids(before, turn.appended, turn.completion))
 
 
@@ -107,10 +112,7 @@ def _recorded(path: list[Turn]) -> CachedTurn:
     """As recorded turn by turn."""
     cached: CachedTurn | None = None
     for turn in path:
-        appended = unpack_ids(turn.appended)
-        prompt = ids.join(cached.ids, appended) if cached else ids.dump(appended)
-        data = ids.concatenate(prompt, ids.dump(unpack_ids(turn.completion)))
-        cached = cached_turn([turn], cached, data, hash_ids(cached, turn.appended, turn.completion))
+        cached = _cached(cached, turn)
     assert cached is not None
     return cached
 

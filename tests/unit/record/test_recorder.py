@@ -11,6 +11,7 @@ from tests.support.recording import assistant, rendered_plan, scope_of, user
 from tests.support.trees import root
 from tokenproxy.base.request import Rendering
 from tokenproxy.record.cache import cached_turn, hash_ids
+from tokenproxy.record.claims import Claims
 from tokenproxy.record.completion import Completion, SampledChoice
 from tokenproxy.record.history import History
 from tokenproxy.record.plan import PromptPlan
@@ -110,7 +111,7 @@ async def test_recording_survives_the_cancellation_of_its_request(
         return await add(*args)
 
     monkeypatch.setattr(history.store, "add", slow)
-    request = asyncio.create_task(Recording(history, _plan(), history.claims()).add(_completion()))
+    request = asyncio.create_task(Recording(history, _plan(), Claims(history.pins)).add(_completion()))
     await started.wait()
     request.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -131,7 +132,7 @@ async def test_error_of_recording_is_counted_and_fails_no_response(
         raise error
 
     monkeypatch.setattr(history.store, "add", fail)
-    recording = Recording(history, _plan(), history.claims())
+    recording = Recording(history, _plan(), Claims(history.pins))
     await recording.add(_completion())
     assert "recorded" in caplog.text
     assert history.metrics.registry.get_sample_value("tokenproxy_store_errors_total") == 1
