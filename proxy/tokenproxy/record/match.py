@@ -10,11 +10,9 @@ with, whatever its text.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import NamedTuple
 
-import msgspec
-
+from chat_tokenizer import InvalidIds, ids
 from chat_tokenizer.canonical import extend
 from tokenproxy.base.request import ChatRequest
 from tokenproxy.monitoring.metrics import Metrics
@@ -35,7 +33,7 @@ from tokenproxy.record.identity import (
 )
 from tokenproxy.record.images import same_images
 from tokenproxy.record.store import FOUND_AT_MOST, CandidateGroup, Found, Store, StoreError, session_id
-from tokenproxy.record.turn import PromptImage, Turn, pack_ids
+from tokenproxy.record.turn import PromptImage, Turn
 from tokenproxy.record.vocabulary import Reason
 
 _LOOKUPS = (1, 64, 1024)
@@ -174,12 +172,12 @@ class Matcher:
         """
         if match.shared is None:
             return match
-        key, ids = match.shared
+        key, digest = match.shared
         groups = (await self.store.find([key])).get(key, _NOTHING).groups
-        group = next((group for group in groups if group.ids == ids), None)
+        group = next((group for group in groups if group.ids == digest), None)
         if group is not None and _in_one_rollout(group):
             return replace(match, candidates=match.candidates or group.total, shared=None)
-        while (turn_id := await claims.take(key, ids)) is not None:
+        while (turn_id := await claims.take(key, digest)) is not None:
             if (turn := await self.load(turn_id)) is not None:
                 return replace(match, turn=turn, claimed=True)
         return replace(match, same_rollout=False)
@@ -410,13 +408,11 @@ def _ends_at(turn: Turn | CachedTurn, conversation: Conversation, end: int) -> b
 
 
 def _pack_prompt(prompt: bytes) -> bytes:
-    """The ids of a prompt, a checked JSON array, up to the first that no turn can hold."""
+    """The ids of a prompt, a checked JSON array; empty if one has over 32 bits: the engine refuses it."""
     try:
-        return pack_ids(msgspec.json.decode(prompt, type=list[int]))
-    except (OverflowError, msgspec.MsgspecError):
-        # more than 32 bits: the engine refuses such an id with its own message
-        fitting = takewhile(lambda digits: len(digits) < 10, prompt.strip(b"[]").split(b","))
-        return pack_ids([int(digits) for digits in fitting])
+        return ids.pack(prompt)
+    except InvalidIds:
+        return b""
 
 
 def _may_begin(turn: Turn, packed: bytes) -> bool:

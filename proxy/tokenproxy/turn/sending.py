@@ -5,9 +5,8 @@ that, because the plan holds the conversation and the replica that has its ids c
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import time
-from typing import NamedTuple
 
 import msgspec
 
@@ -115,10 +114,9 @@ class PlannedTurn:
         request, plan = self.request, self.plan
         held = [self._held(prompt) for prompt in plan.prompts]
         most = max(held, key=lambda prefix: prefix.reused)
-        return Routing(
+        return replace(
+            most,
             conversation=_conversation(plan) if not plan.others else plan.rollout or "",
-            holder=most.holder,
-            held_since=most.since,
             ids=sum(prefix.ids for prefix in held),
             reused=sum(prefix.reused for prefix in held if prefix.holder == most.holder),
             tenant=request.tenant,
@@ -127,31 +125,19 @@ class PlannedTurn:
             digest=lambda: body_digest(request.retry.path, request.retry.body),
         )
 
-    def _held(self, plan: PromptPlan) -> "_HeldPrefix":
-        """The ids of one prompt, and the replica that holds a part of them."""
+    def _held(self, plan: PromptPlan) -> Routing:
+        """The number of ids of one prompt, and the replica that holds a part of them."""
         ids, turn = plan.reused + plan.appended, plan.placement.match.turn
         if plan.source is Source.RENDERED:
             text = self.request.messages or self.request.retry.body
             ids = len(text) // BYTES_PER_ID // len(self.plan.prompts)
         if turn is not None and turn.replica:
-            return _HeldPrefix(turn.replica, request_time(turn.id), ids, plan.reused)
+            since = request_time(turn.id)
+            return Routing(holder=turn.replica, held_since=since, ids=ids, reused=plan.reused)
         if not plan.prompt:
-            return _HeldPrefix("", time(), ids, 0)
+            return Routing(held_since=time(), ids=ids)
         holder, share = self.services.fleet.prefix_caches.holder_of_prompt(plan.prompt)
-        return _HeldPrefix(holder, time(), ids, int(ids * share))
-
-
-class _HeldPrefix(NamedTuple):
-    """The replica that holds the beginning of a prompt in its cache."""
-
-    holder: str
-    """Its name; empty if there is none."""
-    since: float
-    """When it got them, in seconds since the epoch."""
-    ids: int
-    """The number of ids of the prompt, approximately."""
-    reused: int
-    """How many of them the replica holds."""
+        return Routing(holder=holder, held_since=time(), ids=ids, reused=int(ids * share))
 
 
 async def plan_turn(request: ChatRequest, services: Services, claims: Claims) -> PlannedTurn:
