@@ -159,8 +159,7 @@ async def plan_turn(request: ChatRequest, services: Services, claims: Claims) ->
             prefix, fields, headers = request.required_prefix, request.fields, request.headers
             rendered = await render_with_prefix(prefix, fields, headers, model, services)
             plan = await planner.plan_prefix(request, rendered.prompt, rendered.prefix, served, claims)
-        describe_plan(planning, plan)
-    describe_request(request, plan)
+        describe(planning, request, plan)
     return PlannedTurn(request, services, plan, model)
 
 
@@ -272,15 +271,12 @@ def count_plan(plan: PromptPlan, metrics: Metrics) -> None:
         exchange.note(_described(plan))
 
 
-def describe_plan(span: Span, plan: PromptPlan) -> None:
-    """Add the plan to the span of planning."""
-    if span.recording:
+def describe(planning: Span, request: ChatRequest, plan: PromptPlan) -> None:
+    """Add the plan to the span of planning, and the requested parameters to those of the request, with
+    OpenTelemetry's names for generative AI."""
+    if planning.recording:
         attributes = {f"tokenproxy.prompt.{name}": value for name, value in _described(plan).items()}
-        span.set({**attributes, "tokenproxy.prompt.candidates": plan.placement.match.candidates})
-
-
-def describe_request(request: ChatRequest, plan: PromptPlan) -> None:
-    """Add the requested parameters to the request's spans, with OpenTelemetry's names for generative AI."""
+        planning.set({**attributes, "tokenproxy.prompt.candidates": plan.placement.match.candidates})
     exchange = running_exchange()
     if exchange is None or not exchange.span.recording:
         return
