@@ -189,7 +189,7 @@ async def test_services_are_closed_at_shutdown(
     tasks = asyncio.all_tasks()
     async with server.app.router.lifespan_context(server.app):
         services = server.plugin._services_or_unavailable({})
-        await services.in_thread(lambda: None)
+        await services.encoders.run(lambda: None)
         assert asyncio.all_tasks() > tasks
     while asyncio.all_tasks() != tasks:  # noqa: ASYNC110 - a thread ends its task last
         await asyncio.sleep(0.001)

@@ -1,8 +1,8 @@
 """Requests, plans and recorded turns for the tests of history, with nothing of HTTP."""
 
 import json
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +12,14 @@ from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.cache import TurnCache
 from tokenproxy.record.claims import Claims, Pins
 from tokenproxy.record.completion import Completion, SampledChoice
+from tokenproxy.record.encoders import EncoderPool
 from tokenproxy.record.identity import Scope, scope_parts
 from tokenproxy.record.match import Match, Matcher
-from tokenproxy.record.new_turns import NewTurn, new_turns
-from tokenproxy.record.plan import Extended, Placement, PromptPlan, Rendered
+from tokenproxy.record.plan import Placement, PromptPlan
+from tokenproxy.record.recorder import NewTurn, new_turns
 from tokenproxy.record.store import Limits, Session, session_id
 from tokenproxy.record.turn import new_id
+from tokenproxy.record.vocabulary import Source
 from tokenproxy.store.sqlite import SqliteStore
 
 Message = dict[str, Any]
@@ -33,7 +35,7 @@ def assistant(text: str | None, **more: Any) -> Message:
 
 def scope_of(session: str | None = None, tenant: str = "", model: str = "m", **rendering: Any) -> Scope:
     shape = Rendering(**rendering)
-    return Scope(tenant, session, model, shape, scope_parts(shape, frozenset(shape.options), model, ""))
+    return Scope(tenant, session, model, scope_parts(shape, frozenset(shape.options), model, ""))
 
 
 def chat_request(messages: list[Message] | None = None, **fields: Any) -> ChatRequest:
@@ -53,22 +55,21 @@ def chat_request(messages: list[Message] | None = None, **fields: Any) -> ChatRe
 
 
 def rendered_plan(
-    messages: list[Message], scope: Scope | None = None, rollout: str | None = None
+    messages: list[Message], scope: Scope | None = None, rollout: str | None = None, **request: Any
 ) -> PromptPlan:
     """A plan by which the engine renders messages."""
     scope = scope or scope_of()
     name = rollout or (session_id(scope.tenant, scope.session) if scope.session else new_id())
     session = Session(id=name, tenant=scope.tenant, explicit=scope.session is not None, created=1.0, used=1.0)
     conversation = TurnCache(2**20).parse(json.dumps(messages).encode())
-    return Rendered(
-        placement=Placement(
-            request=chat_request(messages),
-            session=session,
-            scope=scope,
-            conversation=conversation,
-            findable=True,
-        )
+    placement = Placement(
+        request=chat_request(messages, **request),
+        session=session,
+        scope=scope,
+        conversation=conversation,
+        findable=True,
     )
+    return PromptPlan(source=Source.RENDERED, placement=placement)
 
 
 class Record:
@@ -92,10 +93,7 @@ class Record:
         plan = rendered_plan(messages, scope, rollout)
         if parent is not None and parent.cached is not None:
             placement = replace(plan.placement, parent=parent.cached)
-            appended = prompt[parent.cached.count :]
-            plan = Extended(
-                placement=placement, prompt=ids.dump(prompt), reused=parent.cached.count, appended=appended
-            )
+            plan = PromptPlan(source=Source.EXTENDED, placement=placement, prompt=ids.dump(prompt))
         choice = SampledChoice(0, message, sampled, [-0.5] * len(sampled), "stop")
         (new,) = new_turns(plan, Completion(ids.dump(prompt), [choice], len(sampled)), None)
         await self.store.add(plan.placement.session, [new.turn], [new.entries])
@@ -110,12 +108,21 @@ class Record:
         claims: Claims | None = None,
     ) -> Match:
         """The turn that a request continues, and which it claims for ever without `claims`."""
-        cache = TurnCache(2**24)
-        with ThreadPoolExecutor(1) as executor:
-            matcher = Matcher(self.store, cache, executor)
-            conversation = cache.parse(json.dumps(messages).encode())
-            match = await matcher.match(conversation, scope or scope_of(), rollout, echoed)
-            return await matcher.claim(match, claims or Claims(self.pins))
+        session = session_ref(rollout, explicit=False) if rollout else None
+        request = chat_request(messages, session=session, echoed=echoed or {})
+        async with self.matcher() as matcher:
+            conversation = matcher.cache.parse(request.messages)
+            claims = claims or Claims(self.pins)
+            return await matcher.match(request, conversation, scope or scope_of(), claims)
+
+    @asynccontextmanager
+    async def matcher(self) -> AsyncIterator[Matcher]:
+        """A matcher with an empty cache."""
+        encoders = EncoderPool(1)
+        try:
+            yield Matcher(self.store, TurnCache(2**24), encoders, Metrics())
+        finally:
+            encoders.shutdown()
 
 
 def session_ref(name: str, explicit: bool = True) -> SessionRef:

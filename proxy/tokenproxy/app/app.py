@@ -25,7 +25,7 @@ from tokenproxy.fleet.weight_calls import WeightCalls
 from tokenproxy.monitoring.metrics import Metrics, measure_lag
 from tokenproxy.monitoring.middleware import Monitor, Observer
 from tokenproxy.monitoring.tracing import make_tracing
-from tokenproxy.record.audit import Auditor
+from tokenproxy.record.appending import Auditor
 from tokenproxy.record.encoders import EncoderPool
 from tokenproxy.record.history import History
 from tokenproxy.record.images import ImageLoader
@@ -36,8 +36,7 @@ from tokenproxy.store.fleet_words import StoredWords
 from tokenproxy.store.guarded import GuardedStore
 from tokenproxy.store.urls import make_store
 from tokenproxy.turn.model_aliases import ModelAliases, parse_alias
-from tokenproxy.turn.running import RunningRequests
-from tokenproxy.turn.services import Services
+from tokenproxy.turn.services import RunningRequests, Services
 from tokenproxy.web.auth import ApiKeys, NoKeys
 from tokenproxy.web.credentials import EngineCredentials, TenantOf, tenant_in_scope
 from tokenproxy.web.gate import Gate, is_loopback

@@ -37,7 +37,7 @@ from tokenproxy.record.store import Limits, StoreError, StoreUnusable
 from tokenproxy.settings import Settings
 from tokenproxy.store.guarded import START_S
 from tokenproxy.store.urls import make_store
-from tokenproxy.turn.running import RunningRequests
+from tokenproxy.turn.services import RunningRequests
 from tokenproxy.web.gate import HEAD_LIMIT_BYTES, is_loopback
 
 log = logging.getLogger("tokenproxy")

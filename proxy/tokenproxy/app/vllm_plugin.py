@@ -34,8 +34,7 @@ from tokenproxy.monitoring.middleware import Observer
 from tokenproxy.monitoring.tracing import make_tracing
 from tokenproxy.settings import load_settings
 from tokenproxy.settings.groups import proof_folder
-from tokenproxy.turn.running import RunningRequests
-from tokenproxy.turn.services import Services
+from tokenproxy.turn.services import RunningRequests, Services
 from tokenproxy.web.credentials import EngineCredentials
 from tokenproxy.web.routes import mount
 

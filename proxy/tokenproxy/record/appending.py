@@ -1,76 +1,90 @@
 """Builds prompts from ids and the suffix of the chat template. All extended prompts are built here.
 
 Law: the result begins with the given ids.
+
+What the template appends is proved with many conversations, but not with all. So the first append of each
+kind of conversation, and a share of the others, is compared with a rendering of the whole history after the
+prompt was planned. After one difference, such appends with this template render the whole history.
 """
 
+import json
+import logging
+import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from chat_tokenizer import ChatTokenizer, ids
-from chat_tokenizer.encoder import NO_LIMIT, Limit
+from chat_tokenizer.cache import BoundedCache
+from chat_tokenizer.encoder import Limit
 from chat_tokenizer.thinking import ends_thinking, hidden_reasoning
 from tokenproxy.base.errors import BadRequest
 from tokenproxy.base.fields import raw_value, read
 from tokenproxy.base.request import ChatRequest, Rendering
-from tokenproxy.record.audit import Auditor, Messages
+from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.cache import CachedTurn
-from tokenproxy.record.conversation import Conversation
-from tokenproxy.record.images import place, refs_in
-from tokenproxy.record.placing import Placer
+from tokenproxy.record.identity import Conversation
+from tokenproxy.record.images import expand_images, refs_in
 from tokenproxy.record.plan import ServedModel
 from tokenproxy.record.turn import PromptImage
 
+if TYPE_CHECKING:
+    from tokenproxy.record.planner import Planner
+
+Messages = Sequence[Mapping[str, Any]]
+
+log = logging.getLogger("tokenproxy")
+
+SHARE = 0.01
+"""Share of the appends that are audited, besides the first of each kind."""
+MAX_WAITING = 32
+"""Number of audits that may wait. Further ones are skipped: under load the share shrinks, and the proxy does
+not slow down."""
+_SHOWN_CHARACTERS = 2_000
+
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
-    """Ids that a conversation consumed and sampled so far."""
+class Continuation:
+    """Ids that a conversation consumed and sampled so far, and the messages after them."""
 
     ids: bytes
     """A compact JSON array, checked."""
     count: int
-    finish_reason: str | None = "stop"
-    """How the last turn ended, as the engine reported it."""
-    stop_reason: str | int | None = None
-
-
-class NewMessages(NamedTuple):
-    """The messages after a prefix."""
-
+    """Number of these ids."""
+    turn: CachedTurn | None
+    """The recorded turn whose ids they are; None if the client sent them."""
     field: str
-    """The field of the request that holds them."""
+    """The field of the request that holds the messages."""
     first: int
     """The index of the first one in that field."""
     parse: Callable[[], tuple[Messages, Messages | None]]
-    """Returns them, and the messages that led to the prefix if those are known. Runs on a thread."""
+    """Returns them, and the messages that led to the ids if those are known. Runs on a thread."""
     media: bool
+    """Whether the messages hold images or other media."""
     size: int
     """Bytes of the messages that are parsed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """A prefix with messages after it."""
+    """Ids with messages after them."""
 
     prompt: bytes
     """The whole prompt as a compact JSON array."""
-    appended: list[int]
-    """The ids after the prefix."""
+    appended: int
+    """Number of ids of the messages."""
     images: list[PromptImage]
-    """The images in `appended`."""
+    """The images in these ids."""
 
 
 async def append(
-    placer: Placer,
-    request: ChatRequest,
-    model: ServedModel,
-    tokenizer: ChatTokenizer,
-    prefix: Prefix,
-    new: NewMessages,
-    most_ids: int | None,
+    planner: "Planner", rendering: Rendering, model: ServedModel, new: Continuation, most_ids: int | None
 ) -> Appended:
-    """The prompt that continues a prefix with new messages.
+    """The prompt that continues ids with new messages.
 
     Args:
         most_ids: the most ids to append; None for any number.
@@ -83,70 +97,68 @@ async def append(
         BadRequest: an image is invalid.
         Overloaded: the limit of concurrent tokenising is reached.
     """
-    stop = threading.Event()
+    stop, tokenizer = threading.Event(), model.tokenizer
+    assert tokenizer is not None  # checked by the caller
     limit = Limit(most_ids, stop.is_set)
 
     def extend() -> tuple[list[int], Messages]:
         messages, history = new.parse()
-        appended = suffix(tokenizer, prefix, messages, request.rendering, history, placer.auditor, limit)
+        appended = suffix(tokenizer, new.ids, new.turn, messages, rendering, history, limit)
+        if history is not None:
+            planner.auditor.consider(tokenizer, history, messages, rendering)
         return appended, messages
 
-    appended, messages = await placer.encoders.run(extend, new.size, tokenises=True, stop=stop)
+    appended, messages = await planner.encoders.run(extend, new.size, tokenises=True, stop=stop)
     images: list[PromptImage] = []
     if model.images is not None and (new.media or model.images.placeholder in appended):
         refs = refs_in(messages, new.field, new.first) if new.media else []
-        loaded = await placer.images.load(refs, model.images, new.field)
-        appended, images = place(appended, model.images, loaded, prefix.count)
-    return Appended(ids.join(prefix.ids, appended), appended, images)
+        loaded = await planner.images.load(refs, model.images, new.field)
+        appended, images = expand_images(appended, model.images, loaded, new.count)
+    return Appended(ids.join(new.ids, appended), len(appended), images)
 
 
 def suffix(
     tokenizer: ChatTokenizer,
-    prefix: Prefix,
+    prefix: bytes,
+    turn: CachedTurn | None,
     new: Messages,
     rendering: Rendering,
     history: Messages | None,
-    auditor: Auditor | None = None,
-    limit: Limit = NO_LIMIT,
+    limit: Limit,
 ) -> list[int]:
-    """The ids that the chat template puts after a prefix for new messages.
+    """The ids that the chat template puts after others for new messages.
 
     Args:
+        prefix: these other ids, a JSON array.
+        turn: the recorded turn whose ids they are; None if the client sent them.
         history: the messages that led to the prefix, or None; the last one is the assistant's.
-        auditor: compares a share of the suffixes with a rendering of the whole history.
 
     Raises:
         TokenizationError, Stopped: as `ChatTokenizer.append`.
     """
+    stop_reason = turn.stop_reason if turn is not None else None
     following = tokenizer.append(
-        [ids.last(prefix.ids)],
+        [ids.last(prefix)],
         new,
         history=history,
         tools=rendering.parse_tools(),
-        finish_reason=prefix.finish_reason,
+        finish_reason=turn.finish_reason if turn is not None else "stop",
         # a stop token that only that request named does not end a turn for the template
-        stop_reason=prefix.stop_reason if isinstance(prefix.stop_reason, str) else None,
+        stop_reason=stop_reason if isinstance(stop_reason, str) else None,
         add_generation_prompt=rendering.add_generation_prompt,
         template_kwargs=rendering.parse_template_kwargs(),
         limit=limit,
     )
-    if auditor is not None and history is not None:
-        auditor.consider(tokenizer, history, new, rendering)
     return [*following.close_ids, *following.suffix_ids]
 
 
-def prefix_of(turn: CachedTurn) -> Prefix:
-    """The ids of a recorded turn."""
-    return Prefix(turn.ids, turn.count, turn.finish_reason, turn.stop_reason)
-
-
 def too_long(
-    count: int, max_model_len: int, param: str, *, at_least: bool = False, hint: str = ""
+    model: ServedModel, count: int, param: str, *, at_least: bool = False, hint: str = ""
 ) -> BadRequest:
     """The error for a prompt longer than the context, with vLLM's message, because clients parse it."""
     number = f"at least {count}" if at_least else str(count)
     return BadRequest(
-        f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains "
+        f"This model's maximum context length is {model.max_model_len} tokens. However, your prompt contains "
         f"{number} input tokens, which exceeds this limit even without any output tokens. Please reduce the "
         f"length of `{param}`.{hint}",
         param=param,
@@ -181,7 +193,7 @@ def shows_dropped_thinking(
     Raises:
         InvalidMessages: the template refuses the messages.
     """
-    messages = conversation.parse(0, len(conversation.raws))
+    messages = conversation.parse()
     turns = [index for index in range(end + 1) if conversation.messages[index].assistant]
     thinking = {index for index, reasoning in zip(turns, turn.reasonings, strict=False) if reasoning}
     thinking |= {index for index in turns if ends_thinking(messages[index])}
@@ -196,3 +208,93 @@ def shows_dropped_thinking(
     rendered = {index for index in thinking if index < first}
     before = hidden_reasoning(tokenizer, messages[:first], rendered, tools=tools, template_kwargs=kwargs)
     return not hidden <= before
+
+
+class Auditor:
+    """Decides which appends are audited, and audits them one at a time, off the event loop."""
+
+    def __init__(self, metrics: Metrics, proof_folder: Path | None, share: float = SHARE) -> None:
+        """Audit nothing yet.
+
+        Args:
+            proof_folder: holds the proofs, which a difference changes; None keeps them in memory.
+            share: of the appends after the first of each kind, from 0 to 1.
+        """
+        self._metrics = metrics
+        self._share = share
+        self._proof_folder = proof_folder
+        self._thread = ThreadPoolExecutor(1, "audit")
+        self._audited_kinds: BoundedCache[object, bool] = BoundedCache(4096)
+        self._waiting = 0
+
+    def consider(
+        self,
+        tokenizer: ChatTokenizer,
+        history: Messages,
+        new: Messages,
+        rendering: Rendering,
+    ) -> None:
+        """Audit an append later, if it is the first of its kind or drawn. Any thread may call it."""
+        local = tokenizer.is_local(new, rendering.parse_template_kwargs())
+        if not local or self._waiting >= MAX_WAITING:
+            return
+        kind = _kind(tokenizer, history, new, rendering)
+        first = self._audited_kinds.get(kind) is None
+        if not first and random.random() >= self._share:
+            return
+        self._audited_kinds.put(kind, True)
+        self._waiting += 1
+        refute = partial(
+            tokenizer.audit,
+            new,
+            history,
+            tools=rendering.parse_tools(),
+            add_generation_prompt=rendering.add_generation_prompt,
+            template_kwargs=rendering.parse_template_kwargs(),
+            folder=self._proof_folder,
+        )
+        self._thread.submit(self._audit, refute, tokenizer.source, new)
+
+    def close(self) -> None:
+        """Drop the waiting audits, and end the thread after the running one."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _audit(self, refute: Callable[[], Messages | None], source: str, new: Messages) -> None:
+        try:
+            refuted = refute()
+        except Exception:  # the boundary of the thread: the append itself succeeded
+            log.exception("an append could not be audited")
+            return
+        finally:
+            self._waiting -= 1
+        self._metrics.audits.labels("same" if refuted is None else "different").inc()
+        if refuted is not None:
+            example = json.dumps({"history": refuted, "new": new}, ensure_ascii=False, default=repr)
+            log.error(
+                "the chat template of %s appends other text after the whole history than was proved; from "
+                "now on the whole history is rendered. Smallest example found: %s",
+                source,
+                example[:_SHOWN_CHARACTERS],
+            )
+
+
+def _kind(
+    tokenizer: ChatTokenizer,
+    history: Messages,
+    new: Messages,
+    rendering: Rendering,
+) -> object:
+    """The kind of a conversation: length of the history, last turn, new messages, options."""
+    turn = history[-1]
+    return (
+        tokenizer.fingerprint,
+        len(history).bit_length(),
+        history[0].get("role"),
+        bool(turn.get("content")),
+        bool(turn.get("reasoning") or turn.get("reasoning_content")),
+        len(turn.get("tool_calls") or ()),
+        tuple(message.get("role") for message in new[:8]),
+        rendering.tools is not None,
+        rendering.add_generation_prompt,
+        tuple(sorted(rendering.parse_template_kwargs())),
+    )

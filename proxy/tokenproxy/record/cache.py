@@ -15,7 +15,7 @@ import msgspec
 
 from chat_tokenizer import ids
 from chat_tokenizer.canonical import NO_DEFAULTS, ArgumentDefaults
-from tokenproxy.record.conversation import Conversation, ParsedMessage, parse_message
+from tokenproxy.record.identity import Conversation, ParsedMessage, parse_message
 from tokenproxy.record.turn import PromptImage, Turn, unpack_ids
 from tokenproxy.record.vocabulary import Problem
 
@@ -75,6 +75,7 @@ class CachedTurn:
     scope: tuple[bytes, ...]
     """As `Turn.scope`."""
     spelling_before: bytes
+    spelling: bytes
     calls: tuple[bytes, ...]
     reasonings: tuple[bytes, ...]
     """One digest for each assistant message of the conversation, in order."""
@@ -110,24 +111,6 @@ def hash_ids(parent: CachedTurn | None, *packed: bytes) -> Any:
     return hasher
 
 
-def cached_turn(
-    turn: Turn, parent: CachedTurn | None, prompt: bytes, hasher: Any, completion: bytes = b""
-) -> CachedTurn:
-    """Create the cache entry of a turn that was just recorded.
-
-    Args:
-        parent: the turn that it continues in the store.
-        prompt: its whole prompt as a JSON array; empty if unknown.
-        hasher: the hasher of its ids.
-        completion: its completion as a compact JSON array, if the caller has it.
-    """
-    complete, data = len(prompt) > 2, b"[]"
-    if complete:
-        sampled = completion if completion and turn.completion else ids.dump(unpack_ids(turn.completion))
-        data = ids.concatenate(prompt, sampled)
-    return _after(parent, [turn], data, hasher, complete=complete)
-
-
 def read_turn(
     path: Sequence[Turn], in_cache: Callable[[str], CachedTurn | None] = lambda turn: None
 ) -> CachedTurn:
@@ -145,16 +128,18 @@ def read_turn(
         complete = complete and count == turn.prompt_tokens + turn.completion_tokens
     tokens = unpack_ids(b"".join(parts))
     data = ids.join(parent.ids, tokens) if parent else ids.dump(tokens)
-    return _after(parent, path[first:], data, hash_ids(parent, *parts), complete=complete and count > 0)
+    complete = complete and count > 0
+    return cached_turn(path[first:], parent, data, hash_ids(parent, *parts), complete=complete)
 
 
-def _after(
-    parent: CachedTurn | None, path: Sequence[Turn], data: bytes, hasher: Any, *, complete: bool
+def cached_turn(
+    path: Sequence[Turn], parent: CachedTurn | None, data: bytes, hasher: Any, *, complete: bool = True
 ) -> CachedTurn:
     """The last turn of a path that continues a cached turn.
 
     Args:
         data: its ids as a compact JSON array.
+        hasher: see `hash_ids`.
         complete: whether these are all ids of the path.
     """
     turn = path[-1]
@@ -176,6 +161,7 @@ def _after(
         usable=usable and complete,
         scope=turn.scope,
         spelling_before=turn.spelling_before,
+        spelling=turn.spelling,
         calls=turn.calls,
         reasonings=tuple(reasonings),
         rendered_turns=parent.rendered_turns if parent else len(path[0].reasonings) - 1,

@@ -1,13 +1,15 @@
 """What one request holds of the record: turns that no other request continues, rollouts that are not evicted.
 
 All of it ends with the request: a claimed turn is open again unless a turn was recorded in its place, and a
-rollout is no longer pinned.
+rollout is no longer pinned. What must outlive the request runs in `Tasks`.
 """
 
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Coroutine
 from contextlib import suppress
+from typing import Any
 
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.store import Store, StoreError
@@ -15,6 +17,8 @@ from tokenproxy.record.store import Store, StoreError
 LEASE_S = 60.0
 """Seconds for which a pin holds if its process dies."""
 _RENEW_S = LEASE_S / 3
+CLOSE_TIMEOUT_S = 10.0
+"""Seconds that closing waits for running recordings."""
 
 
 class Pins:
@@ -28,7 +32,7 @@ class Pins:
         self._pinned: dict[str, float] = {}
         """When rollouts were pinned, of those pinned lately. Time of `time.monotonic`."""
 
-    async def pin(self, rollout: str, failure: str) -> bool:
+    async def pin(self, rollout: str) -> bool:
         """Mark a rollout as used, and keep it for some time; False if the store fails.
 
         A rollout pinned less than `_RENEW_S` ago is not pinned again: the pin outlives the next renewal.
@@ -40,7 +44,8 @@ class Pins:
             if await self.store.pin(rollout, time.time() + LEASE_S):
                 self._pinned[rollout] = now
         except StoreError as error:
-            error.report(self.metrics, failure)
+            # ids are exact without the pin; an eviction would leave a new turn without its parent
+            error.report(self.metrics, "a rollout in use is not kept from eviction")
             return False
         return True
 
@@ -51,7 +56,7 @@ class Pins:
             recent = time.monotonic() - _RENEW_S
             self._pinned = {rollout: at for rollout, at in self._pinned.items() if at > recent}
             for rollout in list(self.held):
-                if not await self.pin(rollout, "a rollout in use could not be pinned"):
+                if not await self.pin(rollout):
                     break
 
 
@@ -103,5 +108,39 @@ class Claims:
     async def pin(self, rollout: str) -> bool:
         """Keep a rollout from eviction until the end of the block; False if the store does not respond."""
         self.hold(rollout)
-        # the ids are exact without the pin; an eviction would leave the new turn without its parent
-        return await self._pins.pin(rollout, "a rollout in use is not kept from eviction")
+        return await self._pins.pin(rollout)
+
+
+class Tasks:
+    """Holds two kinds of tasks: those that must be finished, and those that run until they are cancelled."""
+
+    def __init__(self) -> None:
+        self._finishing: set[asyncio.Task[None]] = set()
+        self._forever: set[asyncio.Task[None]] = set()
+
+    def run_forever(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run work until `aclose`, which cancels it."""
+        self._hold(self._forever, work)
+
+    def finish_later(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run work in the background; only `aclose` waits for it."""
+        self._hold(self._finishing, work)
+
+    async def finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run work to its end, even if the caller is cancelled meanwhile."""
+        await asyncio.shield(self._hold(self._finishing, work))
+
+    async def aclose(self) -> None:
+        """Cancel the tasks that run forever, and wait for the others."""
+        for task in self._forever:
+            task.cancel()
+        if waiting := {*self._finishing, *self._forever}:
+            await asyncio.wait(waiting, timeout=CLOSE_TIMEOUT_S)
+
+    def _hold(
+        self, tasks: "set[asyncio.Task[None]]", work: Coroutine[Any, Any, None]
+    ) -> "asyncio.Task[None]":
+        task = asyncio.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        return task

@@ -81,6 +81,11 @@ class Completion:
         """Whether the engine did not end one of the choices."""
         return any(choice.finish_reason in BROKEN_OFF for choice in self.choices)
 
+    @property
+    def sampled(self) -> int:
+        """Number of sampled ids in all choices."""
+        return sum(len(choice.ids or ()) for choice in self.choices)
+
     def by_prompt(self, batch: Batch) -> "dict[int, Completion]":
         """The completion of each prompt that has choices here, by the position of the prompt.
 
@@ -93,20 +98,10 @@ class Completion:
             part.choices.append(choice)
         if self.completion_tokens is not None:
             # the engine counts all choices together: a difference shows in each part
-            surplus = self.completion_tokens - _sampled(self.choices)
+            surplus = self.completion_tokens - self.sampled
             for part in parts.values():
-                part.completion_tokens = _sampled(part.choices) + surplus
+                part.completion_tokens = part.sampled + surplus
         return parts
-
-
-def same_ids(left: bytes, right: bytes) -> bool:
-    """Whether two JSON arrays hold the same ids; equal bytes, the usual case, are not parsed."""
-    return left == right or msgspec.json.decode(left) == msgspec.json.decode(right)
-
-
-def _sampled(choices: Sequence[SampledChoice]) -> int:
-    """The number of sampled ids in all choices."""
-    return sum(len(choice.ids or ()) for choice in choices)
 
 
 def untrainable_reason(
@@ -120,7 +115,9 @@ def untrainable_reason(
     if completion.prompt_ids is None or not completion.prompt_ids[:64].strip(b"[] \t\r\n"):
         odd = choice.unreadable == "prompt_token_ids"
         return Problem.UNREADABLE_EVIDENCE if odd else Problem.NO_PROMPT_IDS
-    if sent and not same_ids(sent, completion.prompt_ids):
+    # equal bytes, the usual case, are not parsed
+    differs = sent not in (b"", completion.prompt_ids)
+    if differs and msgspec.json.decode(sent) != msgspec.json.decode(completion.prompt_ids):
         return Problem.PROMPT_MISMATCH
     if choice.unreadable:
         return Problem.UNREADABLE_EVIDENCE
@@ -129,8 +126,7 @@ def untrainable_reason(
     count = len(choice.ids)
     if len(choice.logprobs or ()) > count:
         return Problem.IDS_MISSING
-    together = _sampled(completion.choices)
-    if choice.counted not in (None, count) or completion.completion_tokens not in (None, together):
+    if choice.counted not in (None, count) or completion.completion_tokens not in (None, completion.sampled):
         return Problem.USAGE_MISMATCH
     if media:
         return Problem.MEDIA

@@ -12,13 +12,12 @@ no text, and names nothing to another tenant.
 """
 
 import base64
-import binascii
 import hmac
 import os
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -39,14 +38,6 @@ _CALL_PREFIX, _QUOTED_PREFIX = "call_", b'"call_'
 _TOKEN_IDS = re.compile(rb'"(call_[A-Za-z0-9_-]{40})"')
 
 
-class Echo(NamedTuple):
-    """What a token names."""
-
-    turn: str
-    item: int
-    """Index among what the turn gave the client, such as its tool calls."""
-
-
 class Signer:
     """Makes and reads the tokens of one store."""
 
@@ -64,18 +55,16 @@ class Signer:
             raise ValueError(f"{turn} is not the id of a turn")
         return base64.urlsafe_b64encode(named + self._signature(tenant, named)).decode()
 
-    def read(self, tenant: str, token: str) -> Echo | None:
-        """What a token names; None if it is not one that was made for this tenant."""
+    def read(self, tenant: str, token: str) -> tuple[str, int] | None:
+        """The turn that a token names, and the index among what that turn gave the client, such as its tool
+        calls; None if the token is not one that was made for this tenant."""
         if not _TOKEN.fullmatch(token):
             return None
-        try:
-            data = base64.urlsafe_b64decode(token)
-        except binascii.Error:
-            return None
+        data = base64.urlsafe_b64decode(token)
         named, signature = data[:-_SIGNATURE_BYTES], data[-_SIGNATURE_BYTES:]
         if not hmac.compare_digest(signature, self._signature(tenant, named)):
             return None
-        return Echo(named[:_TURN_BYTES].hex(), int.from_bytes(named[_TURN_BYTES:], "big"))
+        return named[:_TURN_BYTES].hex(), int.from_bytes(named[_TURN_BYTES:], "big")
 
     def _signature(self, tenant: str, named: bytes) -> bytes:
         return hmac.digest(self._secret, tenant.encode() + b"\0" + named, "sha256")[:_SIGNATURE_BYTES]
@@ -115,12 +104,6 @@ def is_unique(call_id: str) -> bool:
     return _UNIQUE.fullmatch(call_id) is not None
 
 
-async def _secret(store: Store) -> bytes:
-    """The same for all processes that share a store; made at the first call. Raises StoreError."""
-    await store.put(_SECRET, "", os.urandom(_SECRET_BYTES), before=None)
-    return (await store.get(_SECRET, [""]))[""]
-
-
 class Echoes:
     """Finds out which turns the tokens of a request name. One per application."""
 
@@ -137,7 +120,9 @@ class Echoes:
         """Makes and reads tokens; None while the store does not respond."""
         if self._signer is None:
             try:
-                self._signer = Signer(await _secret(self._store))
+                # the same for all processes that share the store
+                await self._store.put(_SECRET, "", os.urandom(_SECRET_BYTES), before=None)
+                self._signer = Signer((await self._store.get(_SECRET, [""]))[""])
             except StoreError as error:
                 error.report(self._metrics, "responses carry no tokens of their turns")
         return self._signer
@@ -150,59 +135,52 @@ class Echoes:
         if signer is None:
             return request
         echoed = {
-            index: echo.turn
+            index: read[0]
             for index, tokens in request.tokens.items()
             for token in tokens
-            if (echo := signer.read(request.tenant, token)) is not None
+            if (read := signer.read(request.tenant, token)) is not None
         }
-        ids = await self._own_ids(request, signer)
-        if not ids:
+        calls = await self._calls(request, signer)
+        if not calls:
             return replace(request, echoed=echoed)
         try:
-            messages, named = _with_ids(request.messages, ids)
+            messages, named = _with_ids(request.messages, calls)
         except _UNREADABLE:
             return replace(request, echoed=echoed)  # the engine refuses them with its own message
         fields = {**request.fields, "messages": msgspec.Raw(messages)}
         return replace(request, fields=fields, messages=messages, echoed=named | echoed)
 
-    async def _own_ids(self, request: ChatRequest, signer: Signer) -> dict[str, "_OwnId"]:
-        """The engine's ids of the calls that clients know under a token, by that name."""
-        found: dict[str, _OwnId] = {}
+    async def _calls(self, request: ChatRequest, signer: Signer) -> dict[str, tuple[str, str]]:
+        """The engine's id and the turn of each tool call that the client knows under a token, by that."""
+        found: dict[str, tuple[str, str]] = {}
         for name in set(_TOKEN_IDS.findall(request.messages)):
             call_id = name.decode()
-            echo = signer.read(request.tenant, call_id.removeprefix(_CALL_PREFIX))
-            if echo is None:
-                continue
+            read = signer.read(request.tenant, call_id.removeprefix(_CALL_PREFIX))
             try:
-                turn = await self._load(echo.turn)
+                turn = await self._load(read[0]) if read is not None else None
             except StoreError as error:
                 error.report(self._metrics, "a request's ids of tool calls stay those of the client")
                 break
-            if turn is not None and echo.item < len(turn.call_ids):
-                found[call_id] = _OwnId(turn.call_ids[echo.item], echo.turn)
+            if read is not None and turn is not None and read[1] < len(turn.call_ids):
+                found[call_id] = (turn.call_ids[read[1]], turn.id)
         return found
 
 
-class _OwnId(NamedTuple):
-    own: str
-    """The engine's id of a call."""
-    turn: str
-
-
-def _with_ids(messages: bytes, ids: Mapping[str, _OwnId]) -> tuple[bytes, dict[int, str]]:
+def _with_ids(messages: bytes, ids: Mapping[str, tuple[str, str]]) -> tuple[bytes, dict[int, str]]:
     """The messages with the engine's ids of tool calls, and the turns of the calls by index of message.
+
+    Args:
+        ids: the engine's id and the turn of each call, by the name that the client has for it.
 
     Raises one of `_UNREADABLE` if they are not a list of objects.
     """
     parsed: list[dict[str, Any]] = msgspec.json.decode(messages, type=list[dict[str, Any]])
     named: dict[int, str] = {}
     for index, message in enumerate(parsed):
-        answered = ids.get(str(message.get("tool_call_id")))
-        if answered is not None:
-            message["tool_call_id"] = answered.own
+        if (answered := str(message.get("tool_call_id"))) in ids:
+            message["tool_call_id"] = ids[answered][0]
         calls = message.get("tool_calls")
         for call in calls if isinstance(calls, list) else ():
-            if isinstance(call, dict) and (called := ids.get(str(call.get("id")))) is not None:
-                call["id"] = called.own
-                named[index] = called.turn
+            if isinstance(call, dict) and (name := str(call.get("id"))) in ids:
+                call["id"], named[index] = ids[name]
     return msgspec.json.encode(parsed), named

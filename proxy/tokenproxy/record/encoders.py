@@ -7,8 +7,8 @@ tokenising needs the memory of one text only. The total size of waiting and runn
 import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from tokenproxy.base.errors import Overloaded
 
@@ -28,20 +28,16 @@ LARGE_PARSED = 2**22
 _RETRY_AFTER_S = 2
 
 
-class EncoderPool(Executor):
-    """Runs work on threads. As an `Executor` it accepts small work, which is never refused."""
+class EncoderPool:
+    """Runs work on threads. One per application."""
 
     def __init__(self, threads: int = THREADS, max_bytes: int = MAX_BYTES) -> None:
         """`max_bytes`: the most bytes of input that may be processed or wait."""
         self._small = ThreadPoolExecutor(threads, "encode")
         self._large = ThreadPoolExecutor(1, "encode-large")
         self._max_bytes = max_bytes
-        self._bytes = 0
-
-    @property
-    def bytes_in_use(self) -> int:
+        self.bytes_in_use = 0
         """Bytes of the input that is processed or waits."""
-        return self._bytes
 
     async def run(
         self,
@@ -62,15 +58,16 @@ class EncoderPool(Executor):
         Raises:
             Overloaded: with this work, the input would exceed `max_bytes`.
         """
-        if self._bytes and size and self._bytes + size > self._max_bytes:
+        used = self.bytes_in_use
+        if used and size and used + size > self._max_bytes:
             raise Overloaded(
-                f"the proxy already tokenises or parses {self._bytes} bytes of messages: try again later",
+                f"the proxy already tokenises or parses {used} bytes of messages: try again later",
                 code="encoders_busy",
                 retry_after=_RETRY_AFTER_S,
             )
         is_large = size > (LARGE if tokenises else LARGE_PARSED)
         future = (self._large if is_large else self._small).submit(work)
-        self._bytes += size
+        self.bytes_in_use += size
         loop = asyncio.get_running_loop()
         future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._give_back, size))
         try:
@@ -81,13 +78,9 @@ class EncoderPool(Executor):
             raise
 
     def _give_back(self, size: int) -> None:
-        self._bytes -= size
+        self.bytes_in_use -= size
 
-    def submit(self, work: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
-        """See `Executor.submit`."""
-        return self._small.submit(work, *args, **kwargs)
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """See `Executor.shutdown`."""
-        for threads in (self._small, self._large):
-            threads.shutdown(wait, cancel_futures=cancel_futures)
+    def shutdown(self) -> None:
+        """Wait for the work, and end the threads."""
+        self._small.shutdown()
+        self._large.shutdown()

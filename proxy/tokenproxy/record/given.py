@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from threading import Event
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -16,23 +16,26 @@ from tokenproxy.base.errors import BadRequest, NotReady, RendererUnavailable, Un
 from tokenproxy.base.request import ChatRequest, GivenIds
 from tokenproxy.record.appending import (
     Appended,
-    NewMessages,
-    Prefix,
+    Continuation,
+    Messages,
     append,
     is_truncated,
-    prefix_of,
     suffix,
     too_long,
 )
-from tokenproxy.record.audit import Messages
 from tokenproxy.record.claims import Claims
-from tokenproxy.record.conversation import Conversation
-from tokenproxy.record.images import ImageModel, ImageRef, NotLoadable, place, refs_in
-from tokenproxy.record.match import Match, same_images
-from tokenproxy.record.placing import UNREADABLE, Placer
-from tokenproxy.record.plan import Extended, Given, Placement, PromptPlan, ServedModel
-from tokenproxy.record.turn import PromptImage, request_time, unpack_ids
-from tokenproxy.record.vocabulary import Reason
+from tokenproxy.record.identity import Conversation
+from tokenproxy.record.images import ImageModel, ImageRef, NotLoadable, expand_images, refs_in, same_images
+from tokenproxy.record.match import Match
+from tokenproxy.record.plan import Placement, PromptPlan, ServedModel, place, place_nowhere
+from tokenproxy.record.turn import PromptImage, unpack_ids
+from tokenproxy.record.vocabulary import Reason, Source
+
+if TYPE_CHECKING:
+    from tokenproxy.record.planner import Planner
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TokenizationError)
+"""Raised for messages, tools or template arguments that are not those of a chat completion."""
 
 _APPEND = "append_messages"
 _split = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -40,7 +43,7 @@ _parse = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 async def plan_given(
-    placer: Placer, request: ChatRequest, given: GivenIds, model: ServedModel, claims: Claims
+    planner: "Planner", request: ChatRequest, given: GivenIds, model: ServedModel, claims: Claims
 ) -> PromptPlan:
     """Plan a prompt of given ids, with the messages that the request appends to them.
 
@@ -48,27 +51,21 @@ async def plan_given(
         BadRequest: as `place_images`, `append_messages` and `place_given`.
         Unsupported, Overloaded, NotReady: as `append_messages`.
     """
-    given, images = await place_images(placer, request, given, model)
+    given, images = await place_images(planner, request, given, model)
     if request.append is None:
         check_ids_fit(request, given, model)
-        prompt = ids.compact(given.raw)
-        placement = await place_given(placer, request, prompt, model, claims, images)
-        return Given(
-            placement=placement,
-            reason=Reason.IDS_GIVEN,
-            prompt=prompt,
-            reused=given.count,
-            appended=0,
-            images=images,
-        )
-    whole = await append_messages(placer, request, given, model)
-    images = (*images, *whole.images)
-    placement = await place_given(placer, request, whole.prompt, model, claims, images)
-    return Extended(
-        placement=placement,
-        prompt=whole.prompt,
+        source, reason, prompt, appended = Source.GIVEN, Reason.IDS_GIVEN, ids.compact(given.raw), 0
+    else:
+        whole = await append_messages(planner, request, given, model)
+        source, reason, prompt, appended = Source.EXTENDED, None, whole.prompt, whole.appended
+        images = (*images, *whole.images)
+    return PromptPlan(
+        source=source,
+        placement=await place_given(planner, request, prompt, model, claims, images),
+        reason=reason,
+        prompt=prompt,
         reused=given.count,
-        appended=whole.appended,
+        appended=appended,
         images=images,
     )
 
@@ -82,11 +79,11 @@ def check_ids_fit(request: ChatRequest, given: GivenIds, model: ServedModel) -> 
     if is_truncated(request):
         return
     if model.max_model_len is not None and given.count > model.max_model_len:
-        raise too_long(given.count, model.max_model_len, given.field)
+        raise too_long(model, given.count, given.field)
 
 
 async def append_messages(
-    placer: Placer, request: ChatRequest, given: GivenIds, model: ServedModel, *, to_complete: bool = True
+    planner: "Planner", request: ChatRequest, given: GivenIds, model: ServedModel, *, to_complete: bool = True
 ) -> Appended:
     """Append messages to given ids with the chat template.
 
@@ -129,12 +126,12 @@ async def append_messages(
                 f"`chat_template_kwargs` cannot set {', '.join(reserved)} together with `append_messages`",
                 param="chat_template_kwargs",
             )
-        prefix = Prefix(ids.compact(given.raw), given.count)
-        new = NewMessages(_APPEND, 0, parse, _APPEND in request.media, len(raw) + len(request.messages))
-        return await append(placer, request, model, tokenizer, prefix, new, most_ids)
+        prompt, size = ids.compact(given.raw), len(raw) + len(request.messages)
+        media = _APPEND in request.media
+        new = Continuation(prompt, given.count, None, _APPEND, 0, parse, media, size)
+        return await append(planner, request.rendering, model, new, most_ids)
     except TooManyIds as error:
-        assert model.max_model_len is not None  # else there is no limit
-        raise too_long(before + error.count, model.max_model_len, _APPEND, at_least=error.at_least) from error
+        raise too_long(model, before + error.count, _APPEND, at_least=error.at_least) from error
     except msgspec.DecodeError as error:
         raise BadRequest(f"`tools`: {error}", param="tools") from error
     except TemplateUnsupported as error:
@@ -156,7 +153,7 @@ def _history(request: ChatRequest) -> list[dict[str, Any]]:
 
 
 async def place_given(
-    placer: Placer,
+    planner: "Planner",
     request: ChatRequest,
     prompt: bytes,
     model: ServedModel,
@@ -179,29 +176,30 @@ async def place_given(
     whole = bool(request.messages)
     try:
         messages = request.messages or request.append or b"[]"
-        conversation, scope = await placer.identify(request, messages, model)
+        conversation, scope = await planner.identify(request, messages, model)
     except UNREADABLE:
-        return placer.nowhere(request, model)  # the engine refuses them
+        return place_nowhere(request, model)  # the engine refuses them
     if not request.record:
-        return placer.nowhere(request, model)
-    match = Match()
+        return place_nowhere(request, model)
+    match, proved = Match(), False
     if whole:
-        match = await placer.match(
+        match = await planner.matcher.match(
             request,
             conversation,
             scope,
             claims,
             lambda turn: turn.begins(prompt) and same_images(turn.images, images[: len(turn.images)]),
         )
-    proved = whole and await _proves(placer, conversation, match, prompt, request, model)
-    if request.session is None and not whole:
-        return placer.nowhere(request, model)
-    placement = placer.place(request, model, scope, conversation, match)
+        proved = await _proves(planner, conversation, match, prompt, request, model)
+    elif request.session is None:
+        return place_nowhere(request, model)
+    placement = place(request, model, scope, conversation, match)
     parent, first_new = match.turn, match.end + 1
     if parent is not None and parent.rollout != placement.session.id:
         parent = None
     if parent is None:
-        turns = await placer.longest_in_session(request, prompt, images if model.images else None)
+        known = images if model.images else None
+        turns = await planner.matcher.longest_in_session(request, prompt, known)
         if model.images is None and any(turn.images for turn in turns):
             # without its images, the engine would read the placeholders as text
             raise no_images(request.given.field if request.given else "messages")
@@ -212,13 +210,12 @@ async def place_given(
         parent=parent,
         first_new=first_new if parent else 0,
         findable=proved,
-        holder=placement.holder or (parent.replica if parent else ""),
-        held_since=placement.held_since or (request_time(parent.id) if parent else 0.0),
+        match=replace(match, turn=match.turn or parent),
     )
 
 
 async def _proves(
-    placer: Placer,
+    planner: "Planner",
     conversation: Conversation,
     match: Match,
     prompt: bytes,
@@ -231,18 +228,17 @@ async def _proves(
         return False
     if turn is None and conversation.holds_assistant:
         return False  # its earlier turns were sampled elsewhere: a rendering proves nothing about them
-
     stop = Event()
     # stop at more ids than the prompt has: they cannot be equal
     limit = Limit(ids.check(prompt), stop.is_set)
     first = match.end + 1
 
     def prove() -> bool:
-        new = conversation.parse(first, len(conversation.raws))
+        new = conversation.parse(first)
         try:
             if turn is not None:
                 history = conversation.history(first)
-                appended = suffix(tokenizer, prefix_of(turn), new, rendering, history, limit=limit)
+                appended = suffix(tokenizer, turn.ids, turn, new, rendering, history, limit)
                 return ids.join(turn.ids, appended) == prompt
             rendered = tokenizer.render(
                 new,
@@ -255,12 +251,11 @@ async def _proves(
             return False
         return ids.dump(rendered) == prompt
 
-    size = sum(memoryview(raw).nbytes for raw in conversation.raws[first:])
-    return await placer.encoders.run(prove, size, tokenises=True, stop=stop)
+    return await planner.encoders.run(prove, conversation.size(first), tokenises=True, stop=stop)
 
 
 async def place_images(
-    placer: Placer, request: ChatRequest, given: GivenIds, model: ServedModel
+    planner: "Planner", request: ChatRequest, given: GivenIds, model: ServedModel
 ) -> tuple[GivenIds, tuple[PromptImage, ...]]:
     """The given ids with every image expanded, and where the images are in them.
 
@@ -284,14 +279,14 @@ async def place_images(
         raise no_images(given.field)
     field = request.images_field if request.images is not None else "messages"
     if request.images is None and "messages" not in request.media:
-        return given, await _recorded_images(placer, request, given, images)
+        return given, await _recorded_images(planner, request, given, images)
     try:
         if request.images is not None:
             refs = [ImageRef(f"{field}[{index}]", url) for index, url in enumerate(request.images)]
         else:
             refs = refs_in(_history(request), field)
-        loaded = await placer.images.load(refs, images, field)
-        expanded, prompt_images = place(_unpack(given), images, loaded, 0)
+        loaded = await planner.images.load(refs, images, field)
+        expanded, prompt_images = expand_images(_unpack(given), images, loaded, 0)
     except NotLoadable as error:
         raise BadRequest(str(error), param=field, code="image_not_loaded") from error
     except PlaceholdersDiffer as error:
@@ -319,10 +314,10 @@ def no_images(field: str) -> BadRequest:
 
 
 async def _recorded_images(
-    placer: Placer, request: ChatRequest, given: GivenIds, model: ImageModel
+    planner: "Planner", request: ChatRequest, given: GivenIds, model: ImageModel
 ) -> tuple[PromptImage, ...]:
     """The images of the recorded turn that given ids begin with. Raises BadRequest."""
-    turns = await placer.longest_in_session(request, ids.compact(given.raw))
+    turns = await planner.matcher.longest_in_session(request, ids.compact(given.raw))
     recorded, problem = turns[0].images if turns else (), ""
     if not all(same_images(turn.images, recorded) for turn in turns):
         problem = (

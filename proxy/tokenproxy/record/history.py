@@ -2,23 +2,21 @@
 
 import asyncio
 import logging
+from weakref import WeakSet
 
 from tokenproxy.base.request import ThinkingPolicy
 from tokenproxy.monitoring.metrics import Metrics
-from tokenproxy.record.audit import Auditor
+from tokenproxy.record.appending import Auditor
 from tokenproxy.record.cache import TurnCache
-from tokenproxy.record.claims import Claims, Pins
+from tokenproxy.record.claims import Pins, Tasks
 from tokenproxy.record.echo import Echoes
 from tokenproxy.record.encoders import EncoderPool
 from tokenproxy.record.feed import FeedWatch, finish_idle_forever, report_consumers_forever
 from tokenproxy.record.images import ImageLoader
 from tokenproxy.record.match import Matcher
-from tokenproxy.record.placing import Placer
 from tokenproxy.record.planner import Planner
-from tokenproxy.record.recorder import Recorder
-from tokenproxy.record.retries import Retries
+from tokenproxy.record.recorder import Recording
 from tokenproxy.record.store import Store, StoreError
-from tokenproxy.record.tasks import Tasks
 
 log = logging.getLogger("tokenproxy")
 
@@ -27,7 +25,7 @@ EVICTION_INTERVAL_S = 60.0
 
 
 class History:
-    """Planner, recorder and retries over one store. One per application."""
+    """What requests share of the record of turns. One per application."""
 
     def __init__(
         self,
@@ -44,23 +42,28 @@ class History:
         """`overflow`, `finish_after_s` and `thinking_policy` are the settings of these names."""
         self.auditor = auditor
         self.store = store
+        self.encoders = encoders
         self.metrics = metrics
         self.cache = TurnCache(cache_bytes)
         self.tasks = Tasks()
         self.pins = Pins(store, metrics)
-        matcher = Matcher(store, self.cache, encoders)
-        loader = images or ImageLoader(encoders)
-        self.placer = Placer(store, self.cache, matcher, encoders, metrics, auditor, loader)
-        self.planner = Planner(self.placer, thinking_policy, renders_overflow=overflow == "render")
+        matcher = Matcher(store, self.cache, encoders, metrics)
+        images = images or ImageLoader(encoders)
+        renders = overflow == "render"
+        self.planner = Planner(matcher, encoders, auditor, images, thinking_policy, renders)
         self.echoes = Echoes(store, matcher.load, metrics)
-        self.recorder = Recorder(store, self.cache, encoders, metrics, self.tasks)
-        self.retries = Retries(store, metrics, self.tasks)
+        self.recordings: WeakSet[Recording] = WeakSet()
+        """Of the running requests."""
+        self.named: dict[str, asyncio.Event] = {}
+        """Of the requests that run with an Idempotency-Key, by a digest of it: set when they end."""
         self.feed_watch = FeedWatch(store)
         self._finish_after_s = finish_after_s
 
-    def claims(self) -> Claims:
-        """What a request will hold of the record, to be used as a block."""
-        return Claims(self.pins)
+    def forget(self, rollout: str) -> None:
+        """Remove a deleted rollout: drop its turns from the cache, and do not record its running requests."""
+        self.cache.drop(rollout)
+        for recording in self.recordings:
+            recording.dropped.add(rollout)
 
     async def open(self) -> None:
         """Open the store. Raises StoreError."""

@@ -1,9 +1,10 @@
-"""The identity of a turn: the scope of its ids, and the keys by which the index of a store finds it.
+"""The identity of a turn: digests of its messages, its scope, and the keys by which the index finds it.
 
 Law: two requests with equal scopes and equal messages have equal prompts, as far as the engine renders them.
 
 A turn is found by its text under several digests of its conversation, from the exact spelling to one that
-ignores what clients drop or repair.
+ignores what clients drop or repair. The digests do not depend on model or tenant, and on tools only by the
+defaults that these declare: all are in the `Scope`, which is part of every key of the index.
 
 A turn of completions is found by its ids. The index cannot hold a key for each id of a turn. So a turn is
 under one key: the digest of its ids up to a *mark*, the largest number of a fixed sequence (1, 2, ... 64, 68,
@@ -13,15 +14,19 @@ equal ids. A second key is the digest of all ids of a turn. It tells whether sev
 """
 
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple, overload
 
-from chat_tokenizer import CanonicalMessage
-from chat_tokenizer.canonical import extend, start
+import msgspec
+
+from chat_tokenizer import CanonicalMessage, InvalidMessages, canonical
+from chat_tokenizer.canonical import NO_DEFAULTS, ArgumentDefaults, extend, start
+from tokenproxy.base.fields import values_in
+from tokenproxy.base.media import media_kind
 from tokenproxy.base.request import Rendering
-from tokenproxy.record.conversation import Conversation
-from tokenproxy.record.store import IndexEntry, session_id
+from tokenproxy.record.store import IndexEntry
 from tokenproxy.record.turn import Turn
 from tokenproxy.record.vocabulary import Reason
 
@@ -49,6 +54,173 @@ _PREFIX, _WHOLE = "ids-prefix", "ids-whole"
 _STEPS = ((1024, 64), (256, 16), (64, 4), (0, 1))
 """Length from which marks are multiples of a step, and the step."""
 
+_parse = msgspec.json.Decoder(dict[str, Any]).decode
+NOTHING = start()
+"""Digest of a conversation before its first message."""
+_DISTINCTIVE_BYTES = 120
+"""A message with at least this many bytes is not sampled twice by chance."""
+_COUNTED_FROM_BYTES = 2**19
+MOST_VALUES = 400_000
+"""The most values of a message besides its text: reading them keeps the interpreter's lock for 50 ms."""
+
+
+class ParsedMessage(NamedTuple):
+    """The digests (16 bytes) and flags of a message, without its text."""
+
+    message: CanonicalMessage
+    assistant: bool
+    media: bool
+    loose: bytes
+    """Digest of the conversation up to and including this message, without the parts that clients drop or
+    strip."""
+    strict: bytes
+    """Digest of the conversation up to and including this message, exactly as the client spells it."""
+    bare: bytes
+    """As `loose`, and without the arguments of this message's tool calls."""
+    content: bytes
+    """Digest of this message, and of the one before it unless an equal message elsewhere is a copy of it."""
+
+
+def parse_message(
+    raw: bytes, index: int, before: ParsedMessage | None, defaults: ArgumentDefaults = NO_DEFAULTS
+) -> ParsedMessage:
+    """Parse a message of a conversation.
+
+    Args:
+        raw: the message as JSON.
+        index: its position in the conversation, for errors.
+        before: the message before it; None for the first.
+        defaults: those of the conversation's tools.
+
+    Raises:
+        msgspec.DecodeError, UnicodeDecodeError: it is not a JSON object.
+        InvalidMessages: it is not a chat message, or holds too many values to be read.
+    """
+    if memoryview(raw).nbytes > _COUNTED_FROM_BYTES and values_in(_without_text(raw)) > MOST_VALUES:
+        raise InvalidMessages(f"message {index} holds more than {MOST_VALUES} values")
+    return digest_message(_parse(raw), index, before, defaults)
+
+
+def digest_message(
+    message: dict[str, Any], index: int, before: ParsedMessage | None, defaults: ArgumentDefaults
+) -> ParsedMessage:
+    """As `parse_message`, of a message that is an object. Raises InvalidMessages."""
+    own = canonical(message, index, defaults)
+    loose, strict = (before.loose, before.strict) if before else (NOTHING, NOTHING)
+    return ParsedMessage(
+        own,
+        message["role"] == "assistant",
+        media_kind(message.get("content")) is not None,
+        extend(loose, own.loose),
+        extend(strict, own.strict),
+        extend(loose, own.without_arguments) if own.arguments else b"",
+        extend(b"" if before is None or _is_distinctive(message) else before.message.loose, own.loose),
+    )
+
+
+class _Content(msgspec.Struct):
+    content: msgspec.Raw = msgspec.Raw(b"")
+
+
+def _without_text(raw: bytes) -> bytes:
+    """A message without its content if that is a text."""
+    data, content = bytes(raw), bytes(msgspec.json.decode(raw, type=_Content).content)
+    return data.replace(content, b"", 1) if content[:1] == b'"' else data
+
+
+def _is_distinctive(message: dict[str, Any]) -> bool:
+    """Whether an equal message elsewhere is a copy of this one: it is long, or holds tool calls with ids."""
+    if message.get("tool_calls"):
+        return True
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return sum(len(text.strip()) for text in texts if isinstance(text, str)) >= _DISTINCTIVE_BYTES
+
+
+class LazyMessages(Sequence[dict[str, Any]]):
+    """Messages that are parsed when they are read: in a long history, mostly only the last one."""
+
+    def __init__(self, raws: Sequence[msgspec.Raw]) -> None:
+        self._raws = raws
+        self._parsed: dict[int, dict[str, Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self._raws)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        position = range(len(self))[index]
+        if position not in self._parsed:
+            self._parsed[position] = _parse(self._raws[position])
+        return self._parsed[position]
+
+
+@dataclass
+class Conversation:
+    """The messages of a request."""
+
+    raws: Sequence[msgspec.Raw]
+    """Each message as the client spelled it."""
+    messages: Sequence[ParsedMessage]
+    defaults: ArgumentDefaults = NO_DEFAULTS
+    """Those of its tools."""
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """Indexes of the assistant messages that others follow, where a turn may end; the last first."""
+        last = len(self.messages) - 1
+        return [i for i in range(last - 1, -1, -1) if self.messages[i].assistant]
+
+    @property
+    def ends_with_assistant(self) -> bool:
+        """Whether no message follows the last assistant message."""
+        return bool(self.messages) and self.messages[-1].assistant
+
+    @property
+    def holds_assistant(self) -> bool:
+        """Whether it holds an assistant message, so that there may be a turn to continue."""
+        return self.ends_with_assistant or bool(self.ends)
+
+    @cached_property
+    def media(self) -> bool:
+        """Whether a message holds images or other media."""
+        return any(message.media for message in self.messages)
+
+    def strict_before(self, index: int) -> bytes:
+        """The strict digest of the messages before one."""
+        return self.messages[index - 1].strict if index else NOTHING
+
+    def answered(self, message: dict[str, Any]) -> ParsedMessage:
+        """The message that was sampled after all others. Raises InvalidMessages."""
+        before = self.messages[-1] if self.messages else None
+        return digest_message(message, len(self.messages), before, self.defaults)
+
+    def history(self, end: int) -> "LazyMessages":
+        """The messages before `end`, each parsed when it is read."""
+        return LazyMessages(self.raws[:end])
+
+    def parse(self, first: int = 0) -> list[dict[str, Any]]:
+        """The messages from `first` on as objects."""
+        return [_parse(raw) for raw in self.raws[first:]]
+
+    def size(self, first: int = 0) -> int:
+        """Bytes of the messages from `first` on."""
+        return sum(memoryview(raw).nbytes for raw in self.raws[first:])
+
+    def json(self, first: int) -> bytes:
+        """The messages from `first` on as a JSON array, as they were spelled."""
+        return b"[" + b",".join(bytes(raw) for raw in self.raws[first:]) + b"]"
+
+    def reasonings(self, first: int = 0, end: int | None = None) -> list[bytes]:
+        """Digests of the reasoning of the assistant messages from `first` to before `end`, or to the last."""
+        return [parsed.message.reasoning for parsed in self.messages[first:end] if parsed.assistant]
+
 
 @dataclass(frozen=True, slots=True)
 class Scope:
@@ -60,14 +232,8 @@ class Scope:
     """The client's name of the session; None for conversations without one, whose name the proxy chose."""
     model: str
     """Base model or LoRA adapter."""
-    rendering: Rendering
     parts: tuple[bytes, ...]
     """See `scope_parts`."""
-
-    @property
-    def rollout(self) -> str | None:
-        """The rollout of the client's session, which holds all turns with keys of this scope."""
-        return None if self.session is None else session_id(self.tenant, self.session)
 
     def key(self, kind: str, digest: bytes, *, explains: bool = False) -> bytes:
         """A key of the store's index: 16 bytes.
@@ -109,18 +275,6 @@ def scope_parts(
     )
 
 
-def raw_key(rendering: Rendering, rendered_fields: frozenset[str], model: str, tokenizer: str) -> bytes:
-    """The cache key of a result of `scope_parts`: 16 bytes, a digest of its arguments."""
-    key = hashlib.blake2b(digest_size=16, person=b"raw")
-    options = [
-        f"{name}={rendering.options[name]!r}" for name in sorted(rendered_fields & rendering.options.keys())
-    ]
-    texts = [text.encode() for text in (model, tokenizer, *options)]
-    for part in (rendering.tools, rendering.template_kwargs, *texts):
-        key.update(len(part).to_bytes(8, "little") + part)
-    return key.digest()
-
-
 def recorded_with(turn: Turn, tokenizer: str) -> bool:
     """Whether a turn may have been recorded with a tokenizer: False if it is known to be another one.
 
@@ -143,44 +297,28 @@ def changed_part(before: Collection[bytes], now: Collection[bytes]) -> Reason | 
     return next(differing, None)
 
 
-def text_entries(
-    scope: Scope, conversation: Conversation, message: CanonicalMessage, distinctive: bool, ids: bytes
-) -> list[IndexEntry]:
+def text_entries(scope: Scope, answer: ParsedMessage, ids: bytes) -> list[IndexEntry]:
     """The three index entries of a turn.
 
     Args:
-        conversation: the messages of its request.
-        message: the assistant's message.
-        distinctive: see `ParsedMessage.distinctive`.
+        answer: the assistant's message, see `Conversation.answered`.
         ids: its `ids_digest`.
     """
-    end = len(conversation.messages)
-    before = conversation.loose_before(end)
-    cut_off = any(argument[:1] == b"t" for argument in message.arguments)
-    kind, digest = (BARE, message.without_arguments) if cut_off else (LOOSE, message.loose)
-    return [
-        IndexEntry(scope.key(EXACT, extend(conversation.strict_before(end), message.strict)), ids),
-        IndexEntry(scope.key(kind, extend(before, digest)), ids),
-        IndexEntry(content_key(scope, conversation, end, message, distinctive)),
-    ]
+    cut_off = any(argument[:1] == b"t" for argument in answer.message.arguments)
+    loosely = scope.key(BARE, answer.bare) if cut_off else scope.key(LOOSE, answer.loose)
+    exactly = scope.key(EXACT, answer.strict)
+    return [IndexEntry(exactly, ids), IndexEntry(loosely, ids), IndexEntry(content_key(scope, answer))]
 
 
-def text_keys(scope: Scope, conversation: Conversation, end: int) -> list[bytes]:
-    """The keys, of each kind in `KINDS`, of a turn that ends at one message of a conversation."""
-    parsed = conversation.messages[end]
-    keys = [scope.key(EXACT, parsed.strict), scope.key(LOOSE, parsed.loose)]
-    if parsed.message.arguments:
-        before = conversation.loose_before(end)
-        keys.append(scope.key(BARE, extend(before, parsed.message.without_arguments)))
-    return keys
+def text_keys(scope: Scope, message: ParsedMessage) -> list[bytes]:
+    """The keys, of each kind in `KINDS`, of a turn that ends at a message."""
+    keys = [scope.key(EXACT, message.strict), scope.key(LOOSE, message.loose)]
+    return [*keys, scope.key(BARE, message.bare)] if message.bare else keys
 
 
-def content_key(
-    scope: Scope, conversation: Conversation, index: int, message: CanonicalMessage, distinctive: bool
-) -> bytes:
+def content_key(scope: Scope, message: ParsedMessage) -> bytes:
     """The key that explains a miss; see `CONTENT`."""
-    before = b"" if distinctive or not index else conversation.messages[index - 1].message.loose
-    return scope.key(CONTENT, extend(before, message.loose), explains=True)
+    return scope.key(CONTENT, message.content, explains=True)
 
 
 def ids_entries(scope: Scope, ids: bytes, ids_digest: bytes) -> list[IndexEntry]:

@@ -6,7 +6,7 @@ those that the model's processor makes of it; they are asked for once, and never
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -21,6 +21,7 @@ from tokenproxy.record.encoders import EncoderPool
 from tokenproxy.record.turn import PromptImage
 
 _WEB = ("http://", "https://")
+_LIMITS = ImageLimits()
 MAX_IMAGES = 1024
 """Of one prompt."""
 
@@ -96,7 +97,6 @@ class ImageLoader:
     """Loads images, and asks the model for their ids. One per application."""
 
     encoders: EncoderPool
-    limits: ImageLimits = field(default_factory=ImageLimits)
     fetch: Fetch | None = None
     """For images from the web; None if they are not loaded."""
 
@@ -117,22 +117,19 @@ class ImageLoader:
 
     async def _load(self, ref: ImageRef, model: ImageModel, name: str) -> LoadedImage:
         try:
-            image = await self._image(ref)
+            if not ref.url[:8].lower().startswith(_WEB):
+                image = await self.encoders.run(lambda: decode_image(ref.url, _LIMITS), len(ref.url))
+            elif self.fetch is None:
+                raise NotLoadable(f"`{ref.where}` is an image on the web (`image_hosts`)")
+            else:
+                data = await self.fetch(ref.url)
+                image = await self.encoders.run(lambda: check_image(data, _LIMITS), len(data))
             return LoadedImage(image, await model.ids_of(image))
         except InvalidImage as error:
             raise BadRequest(f"`{ref.where}`: {error}", param=name, code="invalid_image") from error
 
-    async def _image(self, ref: ImageRef) -> Image:
-        limits = self.limits
-        if not ref.url[:8].lower().startswith(_WEB):
-            return await self.encoders.run(lambda: decode_image(ref.url, limits), len(ref.url))
-        if self.fetch is None:
-            raise NotLoadable(f"`{ref.where}` is an image on the web (`image_hosts`)")
-        data = await self.fetch(ref.url)
-        return await self.encoders.run(lambda: check_image(data, limits), len(data))
 
-
-def place(
+def expand_images(
     new: Sequence[int], model: ImageModel, images: Sequence[LoadedImage], before: int
 ) -> tuple[list[int], list[PromptImage]]:
     """Expand the placeholders in ids.
@@ -155,6 +152,12 @@ def placed_by_engine(
 ) -> list[PromptImage]:
     """Where the images are in a prompt that the engine rendered. Raises PlaceholdersDiffer."""
     return _placed(find(prompt, placeholder, [loaded.ids for loaded in images]), images, 0)
+
+
+def same_images(some: Sequence[PromptImage], others: Sequence[PromptImage]) -> bool:
+    """Whether images are equal and at the same places in the ids of their prompts."""
+    places = [[(image.offset, image.length, image.digest) for image in images] for images in (some, others)]
+    return places[0] == places[1]
 
 
 def single_placeholders(prompt: bytes, placeholder: int, images: Sequence[PromptImage]) -> bytes:

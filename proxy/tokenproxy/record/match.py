@@ -8,23 +8,22 @@ if it names none, the prompt is rendered. A prompt of ids continues the turn wit
 with, whatever its text.
 """
 
-import asyncio
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import NamedTuple
 
-import msgspec
-
+from chat_tokenizer import InvalidIds, ids
 from chat_tokenizer.canonical import extend
+from tokenproxy.base.request import ChatRequest
+from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.cache import CachedTurn, TurnCache, read_turn
 from tokenproxy.record.claims import Claims
-from tokenproxy.record.conversation import Conversation
+from tokenproxy.record.encoders import EncoderPool
 from tokenproxy.record.identity import (
     BARE,
     EXACT,
     KINDS,
+    Conversation,
     Scope,
     changed_part,
     content_key,
@@ -32,8 +31,9 @@ from tokenproxy.record.identity import (
     text_keys,
     whole_key,
 )
-from tokenproxy.record.store import FOUND_AT_MOST, CandidateGroup, Found, Store
-from tokenproxy.record.turn import PromptImage, Turn, pack_ids
+from tokenproxy.record.images import same_images
+from tokenproxy.record.store import FOUND_AT_MOST, CandidateGroup, Found, Store, StoreError, session_id
+from tokenproxy.record.turn import PromptImage, Turn
 from tokenproxy.record.vocabulary import Reason
 
 _LOOKUPS = (1, 64, 1024)
@@ -74,7 +74,8 @@ class _Search(NamedTuple):
     rollout: str | None
     """Only turns of this rollout; None for all in the scope."""
     echoed: Mapping[int, str]
-    """The turns that the client names, by the indexes of their messages."""
+    """The turns that the client names, by the indexes of their messages: they decide between turns with
+    equal text."""
 
 
 class _Fit(NamedTuple):
@@ -87,35 +88,117 @@ class _Fit(NamedTuple):
     """Whether the client completed the JSON of one of its tool calls."""
 
 
+@dataclass(frozen=True, slots=True)
 class Matcher:
-    """Finds the turns that requests continue. Every method may raise StoreError."""
+    """Finds the turns that requests continue. One per application."""
 
-    def __init__(self, store: Store, cache: TurnCache, executor: Executor | None = None) -> None:
-        self.store = store
-        self._cache = cache
-        self._executor = executor
+    store: Store
+    cache: TurnCache
+    encoders: EncoderPool
+    metrics: Metrics
 
     async def match(
         self,
+        request: ChatRequest,
         conversation: Conversation,
         scope: Scope,
-        rollout: str | None = None,
-        echoed: Mapping[int, str] | None = None,
+        claims: Claims,
+        may_continue: Callable[[CachedTurn], bool] = lambda turn: True,
     ) -> Match:
-        """The longest recorded conversation that a request continues.
+        """The longest recorded conversation that a request continues; pins its rollout."""
+        search = _Search(conversation, scope, _only_rollout(request), request.echoed)
+        try:
+            match = await self._search(search)
+            if match.turn is not None and not may_continue(match.turn):
+                match = Match()
+            match = await self.claim(match, claims)
+        except StoreError as error:
+            error.report(self.metrics, "the prompt of a request is rendered")
+            match = Match(reason=Reason.STORE_UNAVAILABLE)
+        rollout = rollout_of(request)
+        if rollout is None and match.turn is not None and match.same_rollout:
+            rollout = match.turn.rollout
+        if rollout is not None:
+            await claims.pin(rollout)
+        return match
+
+    async def match_ids(self, request: ChatRequest, prompt: bytes, scope: Scope, claims: Claims) -> Match:
+        """The recorded turn with the most ids that a prompt, a compact JSON array of ids, begins with.
+
+        In a session, turns that the index does not hold (of the chat routes) are found among the newest;
+        ids alone do not continue a prompt with images.
+
+        Raises:
+            StoreError: the store does not respond.
+        """
+        rollout = rollout_of(request)
+        match = await self._longest_indexed(prompt, scope, _only_rollout(request))
+        if rollout is not None:
+            newest = await self._longest(await self.store.newest(rollout, FOUND_AT_MOST), prompt)
+            if newest and (match.turn is None or newest[0].count > match.turn.count) and not newest[0].images:
+                return Match(newest[0])
+        return await self.claim(match, claims)
+
+    async def longest_in_session(
+        self, request: ChatRequest, prompt: bytes, images: Sequence[PromptImage] | None = None
+    ) -> list[CachedTurn]:
+        """The turns of a request's session with the most ids that a prompt begins with: all have equal ids.
+
+        The newest are tried first; if none fits, all are. There are none without a session, or if the store
+        does not respond.
 
         Args:
-            rollout: only turns of this rollout; None for all in the scope.
-            echoed: the turns that the client names, by the indexes of their messages: they decide between
-                turns with equal text.
+            images: those of the prompt; turns with other images do not count. None counts all turns.
         """
-        search = _Search(conversation, scope, rollout, echoed or {})
+        rollout = rollout_of(request)
+        if rollout is None:
+            return []
+        try:
+            newest = await self.store.newest(rollout, FOUND_AT_MOST)
+            best = await self._longest(newest, prompt, images)
+            if best or len(newest) < FOUND_AT_MOST:
+                return best
+            packed = _pack_prompt(prompt)
+            turns = [turn.id for turn in await self.store.turns(rollout) if _may_begin(turn, packed)]
+            return await self._longest(turns, prompt, images)
+        except StoreError as error:
+            error.report(self.metrics, "a turn is recorded without the one before it")
+            return []
+
+    async def claim(self, match: Match, claims: Claims) -> Match:
+        """Choose one of the turns with equal ids that several rollouts hold: one that no request continues.
+
+        If all are continued, only the ids are reused (`same_rollout` is false).
+        """
+        if match.shared is None:
+            return match
+        key, digest = match.shared
+        groups = (await self.store.find([key])).get(key, _NOTHING).groups
+        group = next((group for group in groups if group.ids == digest), None)
+        if group is not None and _in_one_rollout(group):
+            return replace(match, candidates=match.candidates or group.total, shared=None)
+        while (turn_id := await claims.take(key, digest)) is not None:
+            if (turn := await self.load(turn_id)) is not None:
+                return replace(match, turn=turn, claimed=True)
+        return replace(match, same_rollout=False)
+
+    async def load(self, turn_id: str) -> CachedTurn | None:
+        """A turn with its ids, from the cache or the store; None if it is gone."""
+        turn = self.cache.turn(turn_id)
+        if turn is None and (path := await self.store.path(turn_id)):
+            turn = await self.encoders.run(lambda: read_turn(path, self.cache.turn))
+            self.cache.put(turn, path[-1].parent)
+        return turn
+
+    async def _search(self, search: _Search) -> Match:
+        """The longest recorded conversation that was asked for, or the reason why there is none."""
+        conversation = search.conversation
         if not conversation.holds_assistant:
             return Match(reason=Reason.FIRST_TURN)
         ends, sizes = list(conversation.ends), list(_LOOKUPS)
         while ends:
             size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
-            keys = {end: text_keys(scope, conversation, end) for end in ends[:size]}
+            keys = {end: text_keys(search.scope, conversation.messages[end]) for end in ends[:size]}
             found = await self.store.find([key for of_end in keys.values() for key in of_end])
             for end in keys if found else ():
                 match = await self._choose(keys[end], found, search, end)
@@ -124,13 +207,8 @@ class Matcher:
             del ends[:size]
         return Match(reason=await self._explain(search))
 
-    async def match_ids(self, prompt: bytes, scope: Scope, rollout: str | None = None) -> Match:
-        """The recorded turn with the most ids that a prompt begins with, of those that the index holds.
-
-        Args:
-            prompt: a compact JSON array of ids.
-            rollout: only turns of this rollout; None for all in the scope.
-        """
+    async def _longest_indexed(self, prompt: bytes, scope: Scope, rollout: str | None) -> Match:
+        """The turn with the most ids that a prompt begins with, of those that the index holds."""
         keys = prefix_keys(scope, _pack_prompt(prompt))
         for start in range(0, len(keys), _PREFIX_LOOKUP):
             part = keys[start : start + _PREFIX_LOOKUP]
@@ -143,45 +221,15 @@ class Matcher:
                     for each in group.candidates
                     if each.turn and rollout in (None, each.rollout)
                 ]
-                if longest := await self.longest(turns, prompt):
+                if longest := await self._longest(turns, prompt):
                     digest: bytes = longest[0].hasher.digest()
                     return Match(longest[0], shared=None if rollout else (whole_key(scope, digest), digest))
         return Match()
 
-    async def claim(self, match: Match, claims: Claims) -> Match:
-        """Choose one of the turns with equal ids that several rollouts hold: one that no request continues.
-
-        If all are continued, only the ids are reused (`same_rollout` is false).
-        """
-        if match.shared is None:
-            return match
-        key, ids = match.shared
-        groups = (await self.store.find([key])).get(key, _NOTHING).groups
-        group = next((group for group in groups if group.ids == ids), None)
-        if group is not None and _in_one_rollout(group):
-            return replace(match, candidates=match.candidates or group.total, shared=None)
-        while (turn_id := await claims.take(key, ids)) is not None:
-            if (turn := await self.load(turn_id)) is not None:
-                return replace(match, turn=turn, claimed=True)
-        return replace(match, same_rollout=False)
-
-    async def load(self, turn_id: str) -> CachedTurn | None:
-        """A turn with its ids, from the cache or the store; None if it is gone."""
-        turn = self._cache.turn(turn_id)
-        if turn is None and (path := await self.store.path(turn_id)):
-            run = asyncio.get_running_loop().run_in_executor
-            turn = await run(self._executor, read_turn, path, self._cache.turn)
-            self._cache.put(turn, path[-1].parent)
-        return turn
-
-    async def longest(
+    async def _longest(
         self, turn_ids: Sequence[str], prompt: bytes, images: Sequence[PromptImage] | None = None
     ) -> list[CachedTurn]:
-        """Those of some turns with the most ids that a prompt begins with: all have equal ids.
-
-        Args:
-            images: those of the prompt; turns with other images do not count. None counts all turns.
-        """
+        """Those of some turns with the most ids that a prompt begins with; see `longest_in_session`."""
         best: list[CachedTurn] = []
         for turn_id in turn_ids:
             turn = await self.load(turn_id)
@@ -190,18 +238,6 @@ class Matcher:
             if images is None or same_images(turn.images, images[: len(turn.images)]):
                 best = [*best, turn] if best and turn.count == best[0].count else [turn]
         return best
-
-    async def longest_in(
-        self, rollout: str, prompt: bytes, images: Sequence[PromptImage] | None = None
-    ) -> list[CachedTurn]:
-        """As `longest`, of all turns of a rollout. The newest are tried first; if none fits, all are."""
-        newest = await self.store.newest(rollout, FOUND_AT_MOST)
-        best = await self.longest(newest, prompt, images)
-        if best or len(newest) < FOUND_AT_MOST:
-            return best
-        packed = _pack_prompt(prompt)
-        turns = [turn.id for turn in await self.store.turns(rollout) if _may_begin(turn, packed)]
-        return await self.longest(turns, prompt, images)
 
     async def _choose(
         self, keys: Sequence[bytes], found: Mapping[bytes, Found], search: _Search, end: int
@@ -249,28 +285,23 @@ class Matcher:
 
     async def _named(self, fitting: Sequence["_Fit"], search: _Search, end: int) -> "_Fit | None":
         """The turn that the client names, if its text is that of the request."""
-        name = search.echoed[end]
-        for fit in fitting:
-            if any(candidate.turn == name for candidate in fit.group.candidates):
-                turn = await self.load(name)
-                return fit._replace(turn=turn) if turn is not None else None
-        # of many turns under one key, only some are listed
-        path = await self.store.path(name)
-        if not path or not await self._has_text(path[-1], search, end):
+        turn = await self.load(search.echoed[end])
+        if turn is None:
             return None
-        turn = await self.load(name)
-        return None if turn is None else fitting[0]._replace(turn=turn, repaired=False)
-
-    async def _has_text(self, turn: Turn, search: _Search, end: int) -> bool:
-        """Whether a turn belongs to the scope of a request and ends with its message at `end`."""
+        for fit in fitting:
+            if any(candidate.turn == turn.id for candidate in fit.group.candidates):
+                return fit._replace(turn=turn)
+        # of many turns under one key, only some are listed
         if turn.scope != search.scope.parts or not _ends_at(turn, search.conversation, end):
-            return False
-        if search.rollout is not None:
-            return turn.rollout == search.rollout
+            return None
+        if search.rollout not in (None, turn.rollout):
+            return None
         session = await self.store.session(turn.rollout)
         if session is None or session.tenant != search.scope.tenant:
-            return False
-        return search.scope.session == (session.name if session.explicit else None)
+            return None
+        if search.rollout is None and search.scope.session != (session.name if session.explicit else None):
+            return None
+        return fitting[0]._replace(turn=turn, repaired=False)
 
     async def _choose_in_rollout(self, search: _Search, end: int, rollout: str) -> Match | None:
         """The turn of a rollout that ends at one message, where `find` lists only some of the turns there."""
@@ -293,12 +324,11 @@ class Matcher:
         # after an eviction, the store no longer tells that the proxy chose the rollout's name
         scopes = [scope, replace(scope, session=None)]
         recent = ends[: _LOOKUPS[1]]
-        keys = [key for each in scopes for e in recent for key in text_keys(each, conversation, e)]
+        keys = [key for each in scopes for e in recent for key in text_keys(each, conversation.messages[e])]
         under = (await self.store.find(keys)).values()
         if any(not each.turn for hits in under for group in hits.groups for each in group.candidates):
             return Reason.EVICTED
-        own = conversation.messages[last]
-        key = content_key(scope, conversation, last, own.message, own.distinctive)
+        key = content_key(scope, conversation.messages[last])
         found = (await self.store.find([key])).get(key, _NOTHING)
         candidates = [each for group in found.groups for each in group.candidates]
         candidates = [each for each in candidates if each.turn and rollout in (None, each.rollout)]
@@ -312,10 +342,18 @@ class Matcher:
         return changed or Reason.HISTORY_EDITED
 
 
-def same_images(some: Sequence[PromptImage], others: Sequence[PromptImage]) -> bool:
-    """Whether images are equal and at the same places in the ids of their prompts."""
-    places = [[(image.offset, image.length, image.digest) for image in images] for images in (some, others)]
-    return places[0] == places[1]
+def rollout_of(request: ChatRequest) -> str | None:
+    """The rollout of the session that a request names; None if it names none."""
+    return session_id(request.tenant, request.session.name) if request.session is not None else None
+
+
+def _only_rollout(request: ChatRequest) -> str | None:
+    """The only rollout whose turns a request continues; None for all in its scope.
+
+    A session that the client named is part of the scope; a name that the proxy chose is not, and limits the
+    search instead.
+    """
+    return None if request.session is None or request.session.explicit else rollout_of(request)
 
 
 def _of_rollout(found: Found, rollout: str) -> Found:
@@ -356,27 +394,25 @@ def _continues(conversation: Conversation, end: int, turn: CachedTurn, kind: str
         return None
     if turn.spelling_before == conversation.strict_before(end):
         return repaired  # spelled as in the request of that turn, and checked then
-    sent = conversation.reasonings(0, end + 1)
+    sent = conversation.reasonings(end=end + 1)
     fits = len(sent) == len(turn.reasonings) and all(
         ours in (b"", theirs) for ours, theirs in zip(sent, turn.reasonings, strict=True)
     )
     return repaired if fits else None
 
 
-def _ends_at(turn: Turn, conversation: Conversation, end: int) -> bool:
+def _ends_at(turn: Turn | CachedTurn, conversation: Conversation, end: int) -> bool:
     """Whether the conversation of a turn is spelled as the messages up to and including the one at `end`."""
     spelled = extend(turn.spelling_before, turn.spelling) if turn.spelling else b""
     return spelled == conversation.messages[end].strict
 
 
 def _pack_prompt(prompt: bytes) -> bytes:
-    """The ids of a prompt, a checked JSON array, up to the first that no turn can hold."""
+    """The ids of a prompt, a checked JSON array; empty if one has over 32 bits: the engine refuses it."""
     try:
-        return pack_ids(msgspec.json.decode(prompt, type=list[int]))
-    except (OverflowError, msgspec.MsgspecError):
-        # more than 32 bits: the engine refuses such an id with its own message
-        fitting = takewhile(lambda digits: len(digits) < 10, prompt.strip(b"[]").split(b","))
-        return pack_ids([int(digits) for digits in fitting])
+        return ids.pack(prompt)
+    except InvalidIds:
+        return b""
 
 
 def _may_begin(turn: Turn, packed: bytes) -> bool:

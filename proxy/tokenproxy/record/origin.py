@@ -53,9 +53,6 @@ class Origin:
     """The agent that started it; empty if that is the first one of the session."""
 
 
-_UNKNOWN = Origin()
-
-
 class _CodexTurn(msgspec.Struct):
     """What is read of `x-codex-turn-metadata`."""
 
@@ -71,7 +68,7 @@ def origin_of(headers: Headers) -> Origin:
     # the first of headers with one name decides
     values = {name: value for name, value in reversed(headers) if value and name in _NAMES}
     if not values:
-        return _UNKNOWN
+        return Origin()
     stated = _text(values.get(_CLASS, b""))
     if agent := _text(values.get(_AGENT, b"")):
         return Origin(stated or RequestClass.SUBAGENT, agent, _text(values.get(_PARENT_AGENT, b"")))

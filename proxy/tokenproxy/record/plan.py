@@ -1,17 +1,18 @@
-"""How the prompt of one request is made, and where its turn is recorded: frozen variants."""
+"""How the prompt of one request is made, and where its turn is recorded."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from chat_tokenizer import ChatTokenizer
 from tokenproxy.base.errors import ApiError
-from tokenproxy.base.request import ChatRequest
+from tokenproxy.base.request import ChatRequest, EngineRoute
 from tokenproxy.record.cache import CachedTurn
-from tokenproxy.record.conversation import Conversation
-from tokenproxy.record.identity import Scope
+from tokenproxy.record.completion import Batch
+from tokenproxy.record.identity import Conversation, Scope
 from tokenproxy.record.images import ImageModel, LoadedImage
-from tokenproxy.record.store import Session
+from tokenproxy.record.match import Match, rollout_of
+from tokenproxy.record.store import Session, session_id
 from tokenproxy.record.turn import PromptImage, new_id
 from tokenproxy.record.vocabulary import Reason, Source
 
@@ -63,30 +64,78 @@ class Placement:
     """Whether this is the first turn of the rollout, under a name that the proxy chose."""
     findable: bool
     """Whether the turn may be found by the text of its conversation."""
+    match: Match = field(default_factory=Match)
+    """The turn that the request continues, in any rollout."""
     parent: CachedTurn | None = None
     """The turn of the same rollout whose ids the prompt begins with."""
     first_new: int = 0
     """Index of the first message of the request after the parent's conversation."""
-    candidates: int = 0
-    """Number of recorded turns with the request's text."""
-    holder: str = ""
-    """Name of the replica that served the turn whose ids the prompt begins with; empty if there is none."""
-    held_since: float = 0.0
-    """When that turn was requested, in seconds since the epoch; 0 if unknown."""
-    claimed: str | None = None
-    """A turn that was claimed for this request."""
     logprobs_mode: str = ""
-    found_by_ids: bool = False
-    """Whether prompts that begin with the turn's ids find it, in any rollout of the scope."""
+
+    @property
+    def holder(self) -> str:
+        """Name of the replica that served the matched turn and may hold its ids; empty if unknown."""
+        return self.match.turn.replica if self.match.turn is not None else ""
+
+
+def place(
+    request: ChatRequest,
+    model: ServedModel,
+    scope: Scope,
+    conversation: Conversation | None,
+    match: Match,
+) -> Placement:
+    """Choose a request's rollout: its session, else that of the turn it continues, else a new one."""
+    rollout, new = rollout_of(request), False
+    if rollout is None and match.turn is not None and match.same_rollout:
+        rollout = match.turn.rollout
+    elif rollout is None:
+        rollout, new = session_id(request.tenant, new_id()), True
+    session = Session(
+        id=rollout,
+        tenant=request.tenant,
+        explicit=request.session is not None and request.session.explicit,
+        ambiguous=match.shared is not None or match.reason is Reason.AMBIGUOUS,
+        created=time.time(),
+    )
+    return Placement(
+        request=request,
+        session=session,
+        scope=scope,
+        conversation=conversation if request.record else None,
+        new_rollout=new,
+        findable=request.findable,
+        match=match,
+        logprobs_mode=model.logprobs_mode,
+    )
+
+
+def place_nowhere(request: ChatRequest, model: ServedModel) -> Placement:
+    """The placement of a turn that is not recorded."""
+    scope = Scope(request.tenant, None, request.model or model.name, ())
+    return place(request, model, scope, None, Match())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPlan:
     """How the prompt of a request is made."""
 
-    source: ClassVar[Source]
+    source: Source
     placement: Placement
     reason: Reason | None = None
+    prompt: bytes = b""
+    """The whole prompt as a JSON array of ids; empty if the engine makes it of messages or a text, or reads
+    the ids from the request itself."""
+    reused: int = 0
+    """Number of ids of the prompt that were recorded, or that the client sent."""
+    appended: int = 0
+    """Number of ids after them."""
+    images: tuple[PromptImage, ...] = ()
+    """All images of `prompt`."""
+    rendered_images: Sequence[LoadedImage] | None = None
+    """The images of messages that the engine renders, in their order; None if their ids are not known."""
+    placeholder: int = 0
+    """The id that stands for an image; only if there are `rendered_images`."""
     others: tuple["PromptPlan", ...] = ()
     """The plans of the request's other prompts; only a completions request has several."""
 
@@ -96,61 +145,15 @@ class PromptPlan:
         return (self, *self.others)
 
     @property
+    def batch(self) -> Batch | None:
+        """The prompts of a completions request as they are sent; None for the other routes."""
+        request = self.placement.request
+        if request.engine_route is not EngineRoute.COMPLETIONS:
+            return None
+        return Batch(tuple(prompt.prompt for prompt in self.prompts), request.choices)
+
+    @property
     def rollout(self) -> str | None:
         """The rollout of all prompts; None if they belong to several, or are not recorded."""
-        rollout = self.placement.session.id
-        if self.placement.conversation is None:
-            return None
-        if self.others and any(other.placement.session.id != rollout for other in self.others):
-            return None
-        return rollout
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rendered(PromptPlan):
-    """The engine renders the messages, or tokenises the text."""
-
-    source: ClassVar[Source] = Source.RENDERED
-    placeholder: int = 0
-    """The id that stands for an image; only if there are `images`."""
-    images: Sequence[LoadedImage] | None = None
-    """The images of the messages, in their order; None if their ids are not known."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extended(PromptPlan):
-    """Exact ids, followed by the template's suffix."""
-
-    source: ClassVar[Source] = Source.EXTENDED
-    prompt: bytes
-    """The whole prompt as a JSON array."""
-    reused: int
-    """Number of reused ids."""
-    appended: Sequence[int]
-    """The ids after them."""
-    images: tuple[PromptImage, ...] = ()
-    """All images of the prompt."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Given(PromptPlan):
-    """Ids that the client sent."""
-
-    source: ClassVar[Source] = Source.GIVEN
-    prompt: bytes
-    reused: int
-    """Number of ids that the client sent."""
-    appended: int
-    """Number of ids that a rendering adds after them."""
-    images: tuple[PromptImage, ...] = ()
-    """All images of the prompt."""
-
-
-def prompt_of(plan: PromptPlan) -> bytes:
-    """The prompt as a JSON array of ids; empty if the engine renders messages."""
-    return plan.prompt if isinstance(plan, Extended | Given) else b""
-
-
-def images_of(plan: PromptPlan) -> tuple[PromptImage, ...]:
-    """The images in the ids of a planned prompt; none if the engine renders messages."""
-    return plan.images if isinstance(plan, Extended | Given) else ()
+        rollouts = {prompt.placement.session.id for prompt in self.prompts}
+        return rollouts.pop() if self.placement.conversation is not None and len(rollouts) == 1 else None

@@ -8,52 +8,63 @@ A prompt is planned once, for the model of the fleet; after a failure another re
 """
 
 import asyncio
-from dataclasses import dataclass, replace
+import hashlib
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from chat_tokenizer import InvalidMessages, TemplateUnsupported, ids
+from chat_tokenizer.cache import BoundedCache
+from chat_tokenizer.canonical import NO_DEFAULTS, ArgumentDefaults, argument_defaults
 from chat_tokenizer.errors import TooManyIds
 from chat_tokenizer.placeholders import PlaceholdersDiffer
 from tokenproxy.base.errors import RendererUnavailable
 from tokenproxy.base.request import ChatRequest, GivenIds, ThinkingPolicy
 from tokenproxy.record.appending import (
-    NewMessages,
+    Auditor,
+    Continuation,
     append,
     is_truncated,
     most_prompt_ids,
-    prefix_of,
     shows_dropped_thinking,
     too_long,
 )
+from tokenproxy.record.cache import CachedTurn
 from tokenproxy.record.claims import Claims
-from tokenproxy.record.conversation import Conversation
-from tokenproxy.record.given import check_ids_fit, place_given, plan_given
-from tokenproxy.record.images import NotLoadable, refs_in
-from tokenproxy.record.match import Match
-from tokenproxy.record.placing import UNREADABLE, Placer
-from tokenproxy.record.plan import Extended, Given, Placement, PromptPlan, Rendered, ServedModel
+from tokenproxy.record.encoders import WORTH_A_THREAD_BYTES, EncoderPool
+from tokenproxy.record.given import UNREADABLE, check_ids_fit, place_given, plan_given
+from tokenproxy.record.identity import Conversation, Scope, scope_parts
+from tokenproxy.record.images import ImageLoader, NotLoadable, refs_in
+from tokenproxy.record.match import Match, Matcher
+from tokenproxy.record.plan import Placement, PromptPlan, ServedModel, place, place_nowhere
 from tokenproxy.record.store import StoreError
 from tokenproxy.record.store_time import add_store_time
 from tokenproxy.record.turn import new_id
-from tokenproxy.record.vocabulary import Reason
+from tokenproxy.record.vocabulary import Reason, Source
 
 _HINT = (
     " The conversation keeps the exact ids of earlier turns. If the chat template renders it shorter, the "
     "proxy's setting `overflow: render` lets it continue from a new rendering."
 )
-_EXTENDABLE = (None, Reason.HISTORY_EDITED, Reason.CALL_REPAIRED)
 _PROMPT_S = 0.02
 """Seconds that a request waits longer for the store for each prompt after the first."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Planner:
     """Plans prompts. One per application."""
 
-    placer: Placer
+    matcher: Matcher
+    encoders: EncoderPool
+    auditor: Auditor
+    images: ImageLoader
     thinking: ThinkingPolicy = ThinkingPolicy.KEEP
     """For requests that set none."""
     renders_overflow: bool = False
     """Whether a conversation whose ids exceed the context is rendered anew; if not, it is an error."""
+    _read: BoundedCache[bytes, tuple[tuple[bytes, ...], ArgumentDefaults]] = field(
+        default_factory=lambda: BoundedCache(1024)
+    )
+    """The parts of scopes, and the defaults of tools, by a digest of what they are read from."""
 
     async def plan(self, request: ChatRequest, model: ServedModel, claims: Claims) -> PromptPlan:
         """Plan the prompt of a request.
@@ -69,27 +80,29 @@ class Planner:
         if request.prompts:
             return await self._plan_prompts(request, model, claims)
         if request.given is not None:
-            return await plan_given(self.placer, request, request.given, model, claims)
+            return await plan_given(self, request, request.given, model, claims)
         try:
-            conversation, scope = await self.placer.identify(request, request.messages, model)
+            conversation, scope = await self.identify(request, request.messages, model)
         except UNREADABLE:
-            return Rendered(placement=self.placer.nowhere(request, model), reason=Reason.UNREADABLE)
-        match = await self.placer.match(request, conversation, scope, claims)
-        placement = self.placer.place(request, model, scope, conversation, match)
-        reason = match.reason
+            placement = place_nowhere(request, model)
+            return PromptPlan(source=Source.RENDERED, placement=placement, reason=Reason.UNREADABLE)
+        match = await self.matcher.match(request, conversation, scope, claims)
+        placement = place(request, model, scope, conversation, match)
+        refusal: Reason | None = None
         if request.token_route:
-            reason = Reason.NO_IDS
+            refusal = Reason.NO_IDS
         elif request.special == Reason.IDS_GIVEN:
             # the engine reads them from the request itself
-            return Given(placement=placement, reason=Reason.IDS_GIVEN, prompt=b"", reused=0, appended=0)
-        elif reason != Reason.FIRST_TURN:
-            reason = _must_render(request, conversation, model) or reason
-        if match.turn is not None and reason in _EXTENDABLE:
-            plan = await self._extend(request, placement, conversation, match, reason, model)
-            if isinstance(plan, Extended):
-                return plan
-            reason = plan
-        return await self._rendered(request, placement, conversation, reason, model)
+            return PromptPlan(source=Source.GIVEN, placement=placement, reason=Reason.IDS_GIVEN)
+        elif match.reason is not Reason.FIRST_TURN:
+            refusal = _must_render(request, conversation, match.turn, model)
+        if refusal is None and match.turn is not None:
+            extended = await self._extend(request, placement, conversation, match, model)
+            if isinstance(extended, PromptPlan):
+                return extended
+            refusal = extended
+        plan = PromptPlan(source=Source.RENDERED, placement=placement, reason=refusal or match.reason)
+        return await self._with_images(plan, conversation, model)
 
     async def plan_prefix(
         self, request: ChatRequest, prompt: bytes, prefix: int, model: ServedModel, claims: Claims
@@ -99,33 +112,60 @@ class Planner:
         Args:
             prompt: the whole prompt as a compact JSON array.
         """
-        placement = await place_given(self.placer, request, prompt, model, claims)
-        appended = ids.check(prompt) - prefix
-        reason = Reason.PREFIX_GIVEN
-        return Given(placement=placement, reason=reason, prompt=prompt, reused=prefix, appended=appended)
+        return PromptPlan(
+            source=Source.GIVEN,
+            placement=await place_given(self, request, prompt, model, claims),
+            reason=Reason.PREFIX_GIVEN,
+            prompt=prompt,
+            reused=prefix,
+            appended=ids.check(prompt) - prefix,
+        )
 
-    async def _rendered(
-        self,
-        request: ChatRequest,
-        placement: Placement,
-        conversation: Conversation,
-        reason: Reason | None,
-        model: ServedModel,
-    ) -> Rendered:
-        """Plan a rendering, and find out the ids of its images: they tell where these are in the prompt.
+    async def identify(
+        self, request: ChatRequest, messages: bytes, model: ServedModel
+    ) -> tuple[Conversation, Scope]:
+        """The conversation in a JSON array of messages, and its scope on an engine.
+
+        Raises one of `UNREADABLE`, or Overloaded.
+        """
+        name, rendering = request.model or model.name, request.rendering
+        fingerprint = model.tokenizer.fingerprint if model.tokenizer else ""
+        arguments = (rendering, model.rendered_fields, name, fingerprint)
+
+        def read() -> tuple[tuple[bytes, ...], ArgumentDefaults]:
+            tools = rendering.parse_tools() if b'"default"' in rendering.tools else None
+            return scope_parts(*arguments), argument_defaults(tools) if tools else NO_DEFAULTS
+
+        key, size = hashlib.blake2b(repr(arguments).encode()).digest(), rendering.size
+        made = self._read.get(key)
+        if made is None:
+            made = read() if size < WORTH_A_THREAD_BYTES else await self.encoders.run(read, size)
+            self._read.put(key, made)
+        parts, defaults = made
+        session = request.session.name if request.session is not None and request.session.explicit else None
+        parse = partial(self.matcher.cache.parse, messages, defaults)
+        if len(messages) < WORTH_A_THREAD_BYTES:
+            conversation = parse()
+        else:
+            conversation = await self.encoders.run(parse, len(messages))
+        return conversation, Scope(request.tenant, session, name, parts)
+
+    async def _with_images(
+        self, plan: PromptPlan, conversation: Conversation, model: ServedModel
+    ) -> PromptPlan:
+        """Find out the ids of the images of a rendering: they tell where these are in the prompt.
 
         Raises:
             BadRequest: an image is invalid.
         """
-        if not conversation.media or model.images is None or placement.conversation is None:
-            return Rendered(placement=placement, reason=reason)
+        if not conversation.media or model.images is None or plan.placement.conversation is None:
+            return plan
         try:
-            refs = refs_in(conversation.parse(0, len(conversation.raws)), "messages")
-            images = await self.placer.images.load(refs, model.images, "messages")
+            refs = refs_in(conversation.parse(), "messages")
+            images = await self.images.load(refs, model.images, "messages")
         except NotLoadable:
-            return Rendered(placement=placement, reason=Reason.MEDIA)
-        placeholder = model.images.placeholder
-        return Rendered(placement=placement, reason=reason, placeholder=placeholder, images=images)
+            return replace(plan, reason=Reason.MEDIA)
+        return replace(plan, rendered_images=images, placeholder=model.images.placeholder)
 
     async def _extend(
         self,
@@ -133,58 +173,43 @@ class Planner:
         placement: Placement,
         conversation: Conversation,
         match: Match,
-        reason: Reason | None,
         model: ServedModel,
-    ) -> Extended | Reason:
+    ) -> PromptPlan | Reason:
         """Extend recorded ids with the template's suffix; the reason to render if the suffix is not certain.
 
         Raises:
             BadRequest: the prompt is longer than the context, and `renders_overflow` is off; or an image is
                 invalid.
         """
-        turn, tokenizer, rendering = match.turn, model.tokenizer, request.rendering
+        turn, tokenizer = match.turn, model.tokenizer
         assert turn is not None and tokenizer is not None  # checked by the caller
-        if not turn.usable:
-            return Reason.UNUSABLE_TURN
-        if conversation.ends_with_assistant:
-            return Reason.ENDS_WITH_ASSISTANT
-        if tokenizer.reserved(rendering.parse_template_kwargs()):
-            return Reason.SPECIAL_REQUEST
-        if turn.images and model.images is None:
-            return Reason.MEDIA
-        first, last = match.end + 1, len(conversation.raws)
-        sizes = [memoryview(raw).nbytes for raw in conversation.raws]
-        new = NewMessages(
+        first, whole = match.end + 1, model.max_model_len
+        if whole is not None and self.renders_overflow:
+            # else only a prompt that cannot fit is an error; the engine refuses one without room for more
+            whole = most_prompt_ids(request, whole)
+        new = Continuation(
+            turn.ids,
+            turn.count,
+            turn,
             "messages",
             first,
-            lambda: (conversation.parse(first, last), conversation.history(first)),
+            lambda: (conversation.parse(first), conversation.history(first)),
             any(message.media for message in conversation.messages[first:]),
-            sum(sizes[first:]),
+            conversation.size(first),
         )
-        most_ids = None
-        if model.max_model_len is not None:
-            # only a prompt that cannot fit is an error; the engine refuses one without room for a completion
-            whole = model.max_model_len
-            if self.renders_overflow:
-                whole = most_prompt_ids(request, model.max_model_len)
-            most_ids = whole - turn.count
         try:
             if (request.thinking or self.thinking) is ThinkingPolicy.TEMPLATE:
-                drops = await self.placer.encoders.run(
-                    lambda: shows_dropped_thinking(tokenizer, turn, conversation, match.end, rendering),
-                    sum(sizes),
-                )
-                if drops:
+                arguments = (tokenizer, turn, conversation, match.end, request.rendering)
+                drops = partial(shows_dropped_thinking, *arguments)
+                if await self.encoders.run(drops, conversation.size()):
                     return Reason.THINKING_DROPPED
-            made = await append(self.placer, request, model, tokenizer, prefix_of(turn), new, most_ids)
+            most_ids = None if whole is None else whole - turn.count
+            made = await append(self, request.rendering, model, new, most_ids)
         except TooManyIds as error:
             if self.renders_overflow:
                 return Reason.CONTEXT_OVERFLOW
-            assert model.max_model_len is not None  # else there is no limit
             count = turn.count + error.count
-            raise too_long(
-                count, model.max_model_len, "messages", at_least=error.at_least, hint=_HINT
-            ) from error
+            raise too_long(model, count, "messages", at_least=error.at_least, hint=_HINT) from error
         except TemplateUnsupported:
             return Reason.TEMPLATE_UNSUPPORTED
         except InvalidMessages:
@@ -195,9 +220,10 @@ class Planner:
             return Reason.RENDERER_UNAVAILABLE
         if turn.rollout == placement.session.id:
             placement = replace(placement, parent=turn, first_new=first)
-        return Extended(
+        return PromptPlan(
+            source=Source.EXTENDED,
             placement=placement,
-            reason=reason,
+            reason=match.reason,
             prompt=made.prompt,
             reused=turn.count,
             appended=made.appended,
@@ -218,7 +244,7 @@ class Planner:
                 check_ids_fit(request, given, model)
         plans: list[PromptPlan] = []
         request_id, responds = new_id(), request.record
-        conversation, scope = await self.placer.identify(request, b"", model)
+        conversation, scope = await self.identify(request, b"", model)
         add_store_time(_PROMPT_S * (len(request.prompts) - 1))
         for given in request.prompts:
             if plans:
@@ -227,15 +253,13 @@ class Planner:
             prompt, match = ids.compact(given.raw) if given is not None and fixed else b"", Match()
             if prompt and responds:
                 try:
-                    match = await self.placer.match_ids(request, prompt, scope, claims)
+                    match = await self.matcher.match_ids(request, prompt, scope, claims)
                 except StoreError as error:
                     responds = False  # the other prompts do not wait for it
-                    error.report(self.placer.metrics, "turns are recorded without the ones before them")
-            placement = self.placer.place(request, model, scope, conversation, match)
+                    error.report(self.matcher.metrics, "turns are recorded without the ones before them")
+            placement = place(request, model, scope, conversation, match)
             same = match.turn is not None and match.turn.rollout == placement.session.id
-            placement = replace(
-                placement, turn_id=request_id, parent=match.turn if same else None, found_by_ids=True
-            )
+            placement = replace(placement, turn_id=request_id, parent=match.turn if same else None)
             plans.append(_plan_prompt(request, placement, given, prompt))
         existing = {each.placement.session.id for each in plans if not each.placement.new_rollout}
         for rollout in existing if request.record else ():
@@ -249,18 +273,35 @@ def _plan_prompt(
 ) -> PromptPlan:
     """The plan of a prompt without messages; `prompt` is empty if the engine makes its ids."""
     if given is not None and prompt:
-        reason, count = Reason.IDS_GIVEN, given.count
-        return Given(placement=placement, reason=reason, prompt=prompt, reused=count, appended=0)
+        plan = PromptPlan(source=Source.GIVEN, placement=placement, reason=Reason.IDS_GIVEN)
+        return replace(plan, prompt=prompt, reused=given.count)
     reason = Reason.MEDIA if request.prompt_media else Reason.TEXT_PROMPT
     if request.special or given is not None:
         reason = Reason.SPECIAL_REQUEST
-    return Rendered(placement=placement, reason=reason)
+    return PromptPlan(source=Source.RENDERED, placement=placement, reason=reason)
 
 
-def _must_render(request: ChatRequest, conversation: Conversation, model: ServedModel) -> Reason | None:
-    """The reason why the engine must render this request in any case; None if there is none."""
+def _must_render(
+    request: ChatRequest, conversation: Conversation, turn: CachedTurn | None, model: ServedModel
+) -> Reason | None:
+    """The reason why the engine must render this request; None if there is none.
+
+    Args:
+        turn: the turn that it continues; None if none was found.
+    """
+    refused = None if conversation.media else model.refused
+    if conversation.media and model.images is None:
+        refused = Reason.MEDIA
     if request.special:
-        return Reason(request.special)
-    if conversation.media:
-        return Reason.MEDIA if model.images is None else model.no_tokenizer
-    return model.refused or model.no_tokenizer
+        refused = Reason(request.special)
+    if refused is not None or model.tokenizer is None:
+        return refused or model.no_tokenizer
+    if turn is None:
+        return None
+    if not turn.usable:
+        return Reason.UNUSABLE_TURN
+    if conversation.ends_with_assistant:
+        return Reason.ENDS_WITH_ASSISTANT
+    if model.tokenizer.reserved(request.rendering.parse_template_kwargs()):
+        return Reason.SPECIAL_REQUEST
+    return Reason.MEDIA if turn.images and model.images is None else None

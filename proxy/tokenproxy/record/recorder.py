@@ -1,64 +1,60 @@
-"""Records sampled turns: converts a plan and a completion into turns in the store.
+"""Records sampled turns: makes turns of a plan and a completion, with their evidence and index entries.
 
 A failure here never affects the client's response: it is logged and counted, and the turn is not recorded.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Executor
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from weakref import WeakSet
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from chat_tokenizer import InvalidIds, TokenizationError, ids
+from chat_tokenizer.placeholders import PlaceholdersDiffer
+from tokenproxy.base.request import EngineRoute
 from tokenproxy.monitoring.exchange import running_exchange, span
-from tokenproxy.monitoring.metrics import Metrics
-from tokenproxy.record.cache import TurnCache
+from tokenproxy.record.cache import CachedTurn, cached_turn, hash_ids
 from tokenproxy.record.claims import Claims
-from tokenproxy.record.completion import Batch, Completion
+from tokenproxy.record.completion import Completion, SampledChoice, untrainable_reason
 from tokenproxy.record.encoders import WORTH_A_THREAD_BYTES
-from tokenproxy.record.new_turns import NewTurn, new_turns
-from tokenproxy.record.plan import PromptPlan, prompt_of
-from tokenproxy.record.store import Store, StoreError
-from tokenproxy.record.tasks import Tasks
-from tokenproxy.record.turn import Turn
+from tokenproxy.record.identity import ids_entries, text_entries
+from tokenproxy.record.images import name_by_digest, placed_by_engine
+from tokenproxy.record.origin import origin_of
+from tokenproxy.record.plan import Placement, PromptPlan
+from tokenproxy.record.store import IndexEntry, StoreError
+from tokenproxy.record.turn import (
+    PromptImage,
+    Turn,
+    pack_alternatives,
+    pack_ids,
+    pack_logprobs,
+    turn_id,
+    unpack_ids,
+)
+from tokenproxy.record.vocabulary import ABORTED, Problem, Source
+
+if TYPE_CHECKING:
+    from tokenproxy.record.history import History
 
 log = logging.getLogger("tokenproxy")
 
 BeforeRecording = Callable[[Completion], Awaitable[None]]
 
 
-class Recorder:
-    """Records turns. One per application."""
+@dataclass(frozen=True, slots=True)
+class NewTurn:
+    """A turn to be recorded."""
 
-    def __init__(
-        self, store: Store, cache: TurnCache, executor: Executor, metrics: Metrics, tasks: Tasks
-    ) -> None:
-        self.store = store
-        self.cache = cache
-        self.executor = executor
-        self.metrics = metrics
-        self.tasks = tasks
-        self._recordings: WeakSet[Recording] = WeakSet()
-
-    def start(
-        self, plan: PromptPlan, claims: Claims, before_recording: BeforeRecording | None = None
-    ) -> "Recording":
-        """The recording of one request's turns.
-
-        Args:
-            claims: those of the request: they hold the rollouts of the plan, and the claim of a prompt is
-                kept when a turn of it was recorded.
-            before_recording: adds evidence to a completion that does not come from its engine's answer.
-        """
-        recording = Recording(self, plan, claims, before_recording)
-        self._recordings.add(recording)
-        return recording
-
-    def forget(self, rollout: str) -> None:
-        """Remove a deleted rollout: drop its turns from the cache, and do not record its running requests."""
-        self.cache.drop(rollout)
-        for recording in self._recordings:
-            recording.drop(rollout)
+    turn: Turn
+    entries: list[IndexEntry]
+    """The index entries of the turn; none if requests must not find it by its text."""
+    cached: CachedTurn | None
+    """None if its prompt is unknown."""
 
 
 class Recording:
@@ -66,25 +62,33 @@ class Recording:
 
     def __init__(
         self,
-        recorder: Recorder,
+        history: "History",
         plan: PromptPlan,
         claims: Claims,
-        before_recording: BeforeRecording | None,
+        before_recording: BeforeRecording | None = None,
     ) -> None:
-        self._claims = claims
-        self._before_recording = before_recording
+        """Record nothing yet.
+
+        Args:
+            claims: those of the request: they hold the rollouts of the plan, and the claim of a prompt is
+                kept when a turn of it was recorded.
+            before_recording: adds evidence to a completion that does not come from its engine's answer.
+        """
         self.plan = plan
         self.replica = ""
         """Name of the replica that serves the turns; set before the first one is added."""
-        self._recorder = recorder
+        self.dropped: set[str] = set()
+        """Rollouts that were deleted meanwhile."""
+        self._history = history
+        self._claims = claims
+        self._before_recording = before_recording
         self._holders: dict[int, Turn] = {}
         """The first turn that was recorded of each prompt. It holds the prompt, which the other choices
         share."""
-        self._dropped: set[str] = set()
-        """Rollouts that were deleted meanwhile."""
+        self._lock = asyncio.Lock()
+        history.recordings.add(self)
         for prompt in plan.prompts:
             claims.hold(prompt.placement.session.id)
-        self._lock = asyncio.Lock()
 
     async def announce(self) -> None:
         """Create new rollouts before their first turns are complete, because the client now gets the name."""
@@ -92,14 +96,10 @@ class Recording:
             if not placement.new_rollout or placement.conversation is None:
                 continue
             try:
-                await self._recorder.store.add(placement.session)
+                await self._history.store.add(placement.session)
             except StoreError as error:
                 consequence = f"rollout {placement.session.id} was not created before its first turn"
-                error.report(self._recorder.metrics, consequence)
-
-    def drop(self, rollout: str) -> None:
-        """Record no more turns of a rollout, because it was deleted."""
-        self._dropped.add(rollout)
+                error.report(self._history.metrics, consequence)
 
     async def add(self, completion: Completion) -> None:
         """Record the choices of a completion. Other requests find them after this returns.
@@ -107,19 +107,21 @@ class Recording:
         If the caller is cancelled, the recording still completes.
         """
         if self.plan.placement.conversation is not None and completion.choices:
-            await self._recorder.tasks.finish(self._add(completion))
+            await self._history.tasks.finish(self._add(completion))
 
     def add_later(self, completion: Completion) -> None:
         """Record choices that were broken off, in the background: their request is being cancelled."""
         if self.plan.placement.conversation is not None and completion.choices:
-            self._recorder.tasks.finish_later(self._add(completion))
+            self._history.tasks.finish_later(self._add(completion))
 
     async def _add(self, completion: Completion) -> None:
         async with self._lock:
             with self._survived("the turns of a request"), span("record", {}):
                 if self._before_recording is not None:
                     await self._before_recording(completion)
-                for position, part in self._parts(completion).items():
+                batch = self.plan.batch
+                parts = {0: completion} if batch is None else completion.by_prompt(batch)
+                for position, part in parts.items():
                     rollout = self.plan.prompts[position].placement.session.id
                     with self._survived(f"a turn of {rollout}"):
                         await self._record(position, part)
@@ -132,47 +134,35 @@ class Recording:
         try:
             yield
         except StoreError as error:
-            self._recorder.metrics.store_errors.inc()
+            self._history.metrics.store_errors.inc()
             log.error("%s was not recorded: %s", what, error)
         except Exception:
-            self._recorder.metrics.store_errors.inc()
+            self._history.metrics.store_errors.inc()
             log.exception("%s could not be recorded", what)
-
-    def _parts(self, completion: Completion) -> dict[int, Completion]:
-        """The completions of the prompts with new choices, by the position of the prompt."""
-        if not self.plan.others and completion.choices[0].prompt_ids is None:
-            return {0: completion}  # of another route than completions
-        batch = Batch(tuple(b"" for _ in self.plan.prompts), self.plan.placement.request.choices)
-        return completion.by_prompt(batch)
 
     async def _record(self, position: int, completion: Completion) -> None:
         """Record the choices of one prompt, given its position."""
-        recorder, plan, holder = self._recorder, self.plan.prompts[position], self._holders.get(position)
+        history, plan, holder = self._history, self.plan.prompts[position], self._holders.get(position)
         placement = plan.placement
-        if placement.session.id in self._dropped:
+        if placement.session.id in self.dropped:
             log.info("a turn of %s is not recorded: its session was deleted", placement.session.id)
             return
-
-        def make() -> list[NewTurn]:
-            return new_turns(plan, completion, holder, self.replica)
-
-        if _size(completion) < WORTH_A_THREAD_BYTES:
-            turns = make()
-        else:
-            turns = await asyncio.get_running_loop().run_in_executor(recorder.executor, make)
+        make = partial(new_turns, plan, completion, holder, self.replica)
+        size = len(completion.prompt_ids or b"") + 8 * completion.sampled
+        turns = make() if size < WORTH_A_THREAD_BYTES else await history.encoders.run(make)
         if not turns:
             return
-        evicted = await recorder.store.add(
+        evicted = await history.store.add(
             placement.session, [new.turn for new in turns], [new.entries for new in turns]
         )
-        metrics, sampled = recorder.metrics, sum(len(new.turn.completion) // 4 for new in turns)
+        metrics, sampled = history.metrics, sum(new.turn.completion_tokens for new in turns)
         metrics.sampled_ids.inc(sampled)
         if holder is None:
             self._holders[position] = turns[0].turn
-            if not prompt_of(plan):
+            if not plan.prompt:
                 metrics.rendered_ids.inc(turns[0].turn.prompt_tokens)
-            if placement.claimed is not None:
-                self._claims.keep(placement.claimed)
+            if placement.match.claimed and placement.match.turn is not None:
+                self._claims.keep(placement.match.turn.id)
         _tell_trace(turns, sampled)
         if evicted.rollouts:
             metrics.count_evicted(evicted.rollouts, evicted.undelivered)
@@ -180,13 +170,7 @@ class Recording:
         for new in turns:
             metrics.turns.labels(new.turn.finish_reason or "unknown", new.turn.problem or "none").inc()
             if new.cached is not None:
-                recorder.cache.put(new.cached, new.turn.parent)
-
-
-def _size(completion: Completion) -> int:
-    """Bytes of the ids of a completion, about."""
-    sampled = sum(len(choice.ids or ()) for choice in completion.choices)
-    return len(completion.prompt_ids or b"") + 8 * sampled
+                history.cache.put(new.cached, new.turn.parent)
 
 
 def _tell_trace(turns: list[NewTurn], sampled: int) -> None:
@@ -201,3 +185,161 @@ def _tell_trace(turns: list[NewTurn], sampled: int) -> None:
             "gen_ai.response.finish_reasons": [new.turn.finish_reason or "unknown" for new in turns],
         }
     )
+
+
+def new_turns(
+    plan: PromptPlan, completion: Completion, holder: Turn | None, replica: str = ""
+) -> list[NewTurn]:
+    """The turns of a completion. A choice without sampled ids gives none.
+
+    Args:
+        holder: the turn of the same request that already holds the prompt; None if there is none yet.
+        replica: name of the replica that served the request.
+    """
+    turns: list[NewTurn] = []
+    if plan.placement.request.engine_route is EngineRoute.GENERATE and completion.prompt_ids is None:
+        completion.prompt_ids = plan.prompt or None  # up to vLLM 0.29 it returns none; it takes only ids
+    for choice in completion.choices:
+        if choice.ids or choice.finish_reason not in (None, ABORTED):
+            turns.append(_new_turn(plan, completion, choice, holder, replica))
+            holder = holder or turns[-1].turn
+    return turns
+
+
+def _new_turn(
+    plan: PromptPlan, completion: Completion, choice: SampledChoice, holder: Turn | None, replica: str
+) -> NewTurn:
+    placement, conversation = plan.placement, plan.placement.conversation
+    assert conversation is not None  # the caller looked
+    request, origin = placement.request, origin_of(placement.request.headers)
+    parent, prompt, images = placement.parent, plan.prompt, _images(plan, completion)
+    problem = untrainable_reason(completion, choice, prompt, media=images is None)
+    if not prompt or problem in (Problem.PROMPT_MISMATCH, Problem.NO_PROMPT_IDS):
+        # the engine made the prompt, or used another one than was sent
+        images = None if prompt else images
+        parent, prompt = None, ids.compact(completion.prompt_ids or b"")
+    try:
+        sampled, logprobs = pack_ids(choice.ids or ()), pack_logprobs(choice.logprobs or ())
+    except (OverflowError, TypeError):
+        sampled, logprobs, problem = b"", b"", problem or Problem.UNREADABLE_EVIDENCE
+    try:
+        answer = conversation.answered(choice.message)
+    except TokenizationError:
+        answer = None
+    appended = _appended(completion, parent, prompt)
+    hasher, count = hash_ids(parent, appended, sampled), len(choice.ids or ())
+    first = placement.first_new if parent else 0
+    shares = holder is not None and holder.parent == (parent.id if parent else None)
+    own = answer.message if answer else None
+    arguments = own.arguments if own else ()
+    turn = Turn(
+        id=turn_id(placement.turn_id, choice.index),
+        rollout=placement.session.id,
+        parent=parent.id if parent else None,
+        request=placement.turn_id,
+        choice=choice.index,
+        created=time.time(),
+        model=placement.scope.model,
+        replica=replica,
+        prompt_turn=holder.id if holder is not None and shares else None,
+        **({} if shares else _prompt_fields(placement, parent, appended, images or ())),
+        message=msgspec.json.encode(choice.message),
+        completion=sampled,
+        logprobs=logprobs,
+        alternatives=pack_alternatives(choice.alternatives) if 0 < len(choice.alternatives) == count else b"",
+        prompt_tokens=len(appended) // 4 + (parent.count if parent else 0),
+        cached_tokens=completion.cached_tokens,
+        source=plan.source,
+        reason=plan.reason or "",
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+        temperature=request.temperature,
+        logprobs_mode=placement.logprobs_mode,
+        problem=problem or "",
+        weight_versions=choice.weight_versions,
+        weights_uncertain=choice.weights_uncertain,
+        routed_experts=choice.routed_experts,
+        routed_experts_start=request.routed_experts_start if choice.routed_experts else 0,
+        sampling_mask=_pack_mask(choice.sampling_mask, count),
+        request_class=origin.request_class,
+        agent=origin.agent,
+        parent_agent=origin.parent_agent,
+        requested_model=request.requested_model,
+        scope=placement.scope.parts,
+        spelling_before=conversation.strict_before(len(conversation.messages)),
+        spelling=own.strict if own and placement.findable else b"",
+        reasonings=(*conversation.reasonings(first), own.reasoning if own else b""),
+        calls=arguments if any(each[:1] == b"t" for each in arguments) else (),
+        ids_digest=hasher.digest(),
+    )
+    entries: list[IndexEntry] = []
+    if answer and placement.findable:
+        # a turn without exact ids is found too, to report that, and never equals another turn
+        found_ids = turn.ids_digest if sampled and prompt else turn.id.encode()
+        entries = text_entries(placement.scope, answer, found_ids)
+    if len(prompt) <= len("[]"):
+        return NewTurn(turn, entries, None)
+    data = ids.concatenate(prompt, choice.raw_ids or ids.dump(unpack_ids(sampled)))
+    cached = cached_turn([turn], parent, data, hasher)
+    if images:
+        cached = replace(cached, images=images)
+    if request.prompts and cached.usable:
+        entries += ids_entries(placement.scope, ids.pack(cached.ids), turn.ids_digest)
+    return NewTurn(turn, entries, cached)
+
+
+def _images(plan: PromptPlan, completion: Completion) -> tuple[PromptImage, ...] | None:
+    """The images of a turn's prompt; None if it is not known where they are in its ids."""
+    if plan.placement.request.prompt_media:
+        return None
+    if plan.source is not Source.RENDERED:
+        return plan.images
+    conversation = plan.placement.conversation
+    if conversation is None or not conversation.media:
+        return ()
+    if plan.rendered_images is None or completion.prompt_ids is None:
+        return None
+    try:
+        prompt = unpack_ids(ids.pack(completion.prompt_ids))
+        return tuple(placed_by_engine(prompt, plan.placeholder, plan.rendered_images))
+    except (InvalidIds, PlaceholdersDiffer):
+        return None
+
+
+def _prompt_fields(
+    placement: Placement, parent: CachedTurn | None, appended: bytes, images: Sequence[PromptImage]
+) -> dict[str, Any]:
+    """The fields of a turn that the choices of one request share."""
+    rendering, parts, conversation = (
+        placement.request.rendering,
+        placement.scope.parts,
+        placement.conversation,
+    )
+    assert conversation is not None  # the caller looked
+    before, scope = (parent.count, parent.scope) if parent else (0, ())
+    messages = conversation.json(placement.first_new if parent else 0)
+    new = tuple(image for image in images if image.offset >= before)
+    return {
+        "tools": None if parent and scope[:1] == parts[:1] else rendering.tools,
+        "template_kwargs": None if parent and scope[1:2] == parts[1:2] else rendering.template_kwargs,
+        "messages": name_by_digest(messages, new) if new else messages,
+        "appended": appended,
+        "images": new,
+    }
+
+
+def _appended(completion: Completion, parent: CachedTurn | None, prompt: bytes) -> bytes:
+    """The packed ids of a prompt after those of the parent; all of them if there is none."""
+    if parent is None:
+        if completion.packed_prompt is not None and completion.prompt_ids == prompt:
+            return completion.packed_prompt
+        return ids.pack(prompt) if len(prompt) > len("[]") else b""
+    tail = prompt[parent.size - 1 :]  # `,7,8]`, or `]` alone
+    return ids.pack(b"[" + tail.removeprefix(b",")) if len(tail) > 1 else b""
+
+
+def _pack_mask(mask: list[list[int]] | None, count: int) -> tuple[bytes, bytes] | None:
+    """Pack a sampling mask; None if there is none, or not one set of ids for each of `count` sampled ids."""
+    if mask is None or len(mask) != count:
+        return None
+    return pack_ids([len(kept) for kept in mask]), pack_ids([each for kept in mask for each in kept])

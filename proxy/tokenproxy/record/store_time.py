@@ -10,7 +10,7 @@ Code outside of such a block is background work, with a limit for each call.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -29,20 +29,19 @@ _GRACE_S = 0.01
 class _StoreTime:
     """The remaining time of a request."""
 
-    __slots__ = ("clock", "left")
+    __slots__ = ("left",)
 
-    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
+    def __init__(self, seconds: float) -> None:
         self.left = seconds
-        self.clock = clock
 
 
 _of_request: ContextVar[_StoreTime | None] = ContextVar("store_time", default=None)
 
 
 @contextmanager
-def store_time(seconds: float, clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
+def store_time(seconds: float) -> Iterator[None]:
     """Limit the time that the block waits for the store; tasks that it creates share the limit."""
-    token = _of_request.set(_StoreTime(seconds, clock))
+    token = _of_request.set(_StoreTime(seconds))
     try:
         yield
     finally:
@@ -63,11 +62,11 @@ def spending() -> Iterator[float]:
     if store_time is None:
         yield BACKGROUND_S
         return
-    start = store_time.clock()
+    start = time.monotonic()
     try:
         yield max(store_time.left, 0.0)
     finally:
-        store_time.left -= store_time.clock() - start
+        store_time.left -= time.monotonic() - start
 
 
 async def within(seconds: float, work: Awaitable[T]) -> T:
@@ -79,43 +78,29 @@ async def within(seconds: float, work: Awaitable[T]) -> T:
     Raises:
         TimeoutError: it took longer.
     """
-    timer = _Timer(seconds)
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+    before, done, expired = task.cancelling(), False, False
+
+    def expire() -> None:
+        nonlocal expired
+        if not done:
+            expired = True
+            task.cancel()
+
+    timer = loop.call_later(seconds, loop.call_later, _GRACE_S, expire)
     try:
         return await work
     except asyncio.CancelledError:
-        if timer.stop():
+        # a task that is cancelled for another reason too stays cancelled
+        if expired and task.cancelling() <= before + 1:
             raise TimeoutError from None
         raise
     finally:
-        timer.stop()
-
-
-class _Timer:
-    """Cancels the task that created it."""
-
-    __slots__ = ("_before", "_expired", "_handle", "_loop", "_task")
-
-    def __init__(self, seconds: float) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._before = task.cancelling()
-        self._expired = False
-        self._loop = asyncio.get_running_loop()
-        self._handle = self._loop.call_later(seconds, self._wait_a_little)
-
-    def stop(self) -> bool:
-        """Stop the timer, or undo its cancellation. Returns whether the timer alone cancelled the task."""
-        self._handle.cancel()
-        expired, self._expired = self._expired, False
-        return expired and self._task.uncancel() <= self._before
-
-    def _wait_a_little(self) -> None:
-        self._handle = self._loop.call_later(_GRACE_S, self._expire)
-
-    def _expire(self) -> None:
-        self._expired = True
-        self._task.cancel()
+        done = True
+        timer.cancel()
+        if expired:
+            task.uncancel()
 
 
 async def abandon_if_cancelled(work: Coroutine[Any, Any, T]) -> T:

@@ -13,7 +13,7 @@ import sys
 import time
 from array import array
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -179,7 +179,7 @@ def request_time(turn: str) -> float:
 
 def pack_ids(ids: Sequence[int]) -> bytes:
     """Token ids as little-endian 32-bit integers."""
-    return _pack(array("i", ids))
+    return _little_endian(array("i", ids)).tobytes()
 
 
 def unpack_ids(packed: bytes) -> list[int]:
@@ -189,17 +189,17 @@ def unpack_ids(packed: bytes) -> list[int]:
 
 def ids_array(packed: bytes) -> "array[int]":
     """The ids that `pack_ids` packed, as an array of 32-bit integers."""
-    return _unpack(array("i"), packed)
+    return _little_endian(array("i", packed))
 
 
 def pack_logprobs(logprobs: Sequence[float]) -> bytes:
     """Log-probabilities as little-endian 32-bit floats, the engine's own precision."""
-    return _pack(array("f", logprobs))
+    return _little_endian(array("f", logprobs)).tobytes()
 
 
 def unpack_logprobs(packed: bytes) -> list[float]:
     """The inverse of `pack_logprobs`."""
-    return _unpack(array("f"), packed).tolist()
+    return _little_endian(array("f", packed)).tolist()
 
 
 def pack_alternatives(alternatives: Alternatives) -> bytes:
@@ -215,14 +215,8 @@ def unpack_alternatives(packed: bytes) -> Alternatives:
         return []
 
 
-def _pack(values: "array[Any]") -> bytes:
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values.tobytes()
-
-
-def _unpack(values: "array[T]", packed: bytes) -> "array[T]":
-    values.frombytes(packed)
+def _little_endian(values: "array[T]") -> "array[T]":
+    """Values in the order of bytes in which they are stored, or as this machine reads them from there."""
     if sys.byteorder == "big":
         values.byteswap()
     return values

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from tokenproxy.record.consumers import CONSUMERS, acknowledged_by_all
+from tokenproxy.record.feed import CONSUMERS, acknowledged_by_all
 from tokenproxy.record.store import Evicted, Session, Store
 
 _PAGE = 64

@@ -96,13 +96,9 @@ class Redactor(StreamedAnswer):
 
     def whole(self, parsed: parsing.Parsed, body: bytes, read: Completion) -> bytes:
         """See `Answer.whole`."""
-        shown = self._whole(parsed, body, read)
-        return with_both_names(shown) if self._names_tokens else shown
-
-    def _whole(self, parsed: parsing.Parsed, body: bytes, read: Completion) -> bytes:
         visible = self._visible
         if visible.everything and not visible.on_messages:
-            return body
+            return self._with_both_names(body)
         fields = _decoded(parsed.cut)
         choices = _choices(fields)
         if self._route is EngineRoute.GENERATE and not visible.ids:
@@ -116,18 +112,11 @@ class Redactor(StreamedAnswer):
 
     def event(self, event: bytes, usual: UsualChunk | None, read: Piece | parsing.Parsed) -> bytes | None:
         """See `StreamedAnswer.event`. Raises EngineBroken if its data is not a JSON object."""
-        shown = self._event(event, usual, read)
-        return with_both_names(shown) if self._names_tokens and shown else shown
-
-    def _event(self, event: bytes, usual: UsualChunk | None, read: Piece | parsing.Parsed) -> bytes | None:
         if self._visible.every_chunk:
-            return event
+            return self._with_both_names(event)
         if usual is not None and (redacted := usual.redacted(self._visible)) is not None:
             return redacted
-        if isinstance(read, parsing.Parsed):
-            shown = self.chunk(read.cut)
-        else:
-            shown = self.chunk(Cut(event_data(event) or b""))
+        shown = self.chunk(read.cut if isinstance(read, parsing.Parsed) else Cut(event_data(event) or b""))
         return None if shown is None else replace_data(event, shown)
 
     def chunk(self, cut: Cut) -> bytes | None:
@@ -170,7 +159,7 @@ class Redactor(StreamedAnswer):
         elif cut.prompt is not None:
             fields[_PROMPT] = msgspec.Raw(cut.prompt)
         if not choices:
-            return msgspec.json.encode(fields)
+            return self._with_both_names(msgspec.json.encode(fields))
         for choice in choices:
             if not isinstance(choice, dict):
                 continue
@@ -185,19 +174,17 @@ class Redactor(StreamedAnswer):
                 choice["logprobs"] = msgspec.Raw(marked.replace(LOGPROBS_MARK, cut.logprobs, 1))
             if not self._visible.reasoning:
                 _hide_reasoning(choice)
-        return msgspec.json.encode({**fields, "choices": choices})
+        return self._with_both_names(msgspec.json.encode({**fields, "choices": choices}))
 
+    def _with_both_names(self, shown: bytes) -> bytes:
+        """A response of generate whose log-probabilities name each token as all releases of vLLM do.
 
-def with_both_names(generated: bytes) -> bytes:
-    """A response of generate whose log-probabilities name each token as all releases of vLLM do.
-
-    vLLM names it by `"token": "token_id:5"` up to 0.31, and by `"token_id": 5` from 0.32 on; clients read
-    one of them. A response that has both, or texts, stays as it is.
-    """
-    old, new = b'"token":' in generated, b'"token_id":' in generated
-    if old == new:
-        return generated
-    return (_TOKEN_ID if new else _TOKEN).sub(_BOTH, generated)
+        vLLM names it by `"token": "token_id:5"` up to 0.31, and by `"token_id": 5` from 0.32 on; clients read
+        one of them. A response that has both, or texts, stays as it is.
+        """
+        if not self._names_tokens or (b'"token":' in shown) == (new := b'"token_id":' in shown):
+            return shown
+        return (_TOKEN_ID if new else _TOKEN).sub(_BOTH, shown)
 
 
 def _holds_more(choice: Fields | msgspec.Raw, reasoning: bool) -> bool:

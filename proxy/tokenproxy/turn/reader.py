@@ -212,7 +212,22 @@ class _StreamedChoice:
         if choice.token_ids is None and any(value for name, value in delta.items() if name != "role"):
             self._without_ids = True
         self.mark(choice.unreadable)
-        _add(choice, self.sampled)
+        sampled = self.sampled
+        if choice.token_ids is not None:
+            sampled.ids = _joined(sampled.ids, choice.token_ids)
+        if choice.logprobs is not None and (logprobs := choice.logprobs.values) is not None:
+            sampled.logprobs = _joined(sampled.logprobs, logprobs)
+            if isinstance(choice.logprobs, wire.TokenLogprobs):
+                sampled.alternatives += choice.logprobs.alternatives
+        sampled.finish_reason = choice.finish_reason or sampled.finish_reason
+        if choice.stop_reason is not None:
+            sampled.stop_reason = choice.stop_reason
+        sampled.routed_experts = choice.routed_experts or sampled.routed_experts
+        if choice.sampling_mask is not None:
+            sampled.sampling_mask = sampled.sampling_mask or []
+            sampled.sampling_mask += choice.sampling_mask
+        for span in choice.weight_versions or ():
+            sampled.weight_versions += (WeightSpan(str(span.version), span.start, span.end),)
 
     def add_piece(self, piece: Piece) -> None:
         """Append one sampled id."""
@@ -239,7 +254,7 @@ class _StreamedChoice:
         if self.usage is not None and (counted := wire.completion_tokens(self.usage)) is not None:
             sampled.counted = counted
         sampled.finish_reason = sampled.finish_reason or ABORTED
-        sampled.unreadable = _first(echo.unreadable, self._unreadable)
+        sampled.unreadable = next(iter((*echo.unreadable, *self._unreadable)), "")
         if self.without_ids or (not sampled.ids and _holds_text(sampled.message)):
             sampled.ids = None  # text without ids: what was sampled is unknown
         if "logprobs" in self._unreadable:
@@ -269,29 +284,6 @@ class _StreamedChoice:
 def _holds_text(message: dict[str, Any]) -> bool:
     """Whether the message shows that something was sampled."""
     return any(message.get(name) for name in ("content", "reasoning", "reasoning_content", "tool_calls"))
-
-
-def _add(choice: wire.Choice, sampled: SampledChoice) -> None:
-    """Append the ids, log-probabilities and finish reason of a piece."""
-    if choice.token_ids is not None:
-        sampled.ids = _joined(sampled.ids, choice.token_ids)
-    if choice.logprobs is not None and (logprobs := choice.logprobs.values) is not None:
-        sampled.logprobs = _joined(sampled.logprobs, logprobs)
-        if isinstance(choice.logprobs, wire.TokenLogprobs):
-            sampled.alternatives += choice.logprobs.alternatives
-    sampled.finish_reason = choice.finish_reason or sampled.finish_reason
-    if choice.stop_reason is not None:
-        sampled.stop_reason = choice.stop_reason
-    sampled.routed_experts = choice.routed_experts or sampled.routed_experts
-    if choice.sampling_mask is not None:
-        sampled.sampling_mask = sampled.sampling_mask or []
-        sampled.sampling_mask += choice.sampling_mask
-    for span in choice.weight_versions or ():
-        sampled.weight_versions += (WeightSpan(str(span.version), span.start, span.end),)
-
-
-def _first(*names: tuple[str, ...]) -> str:
-    return next((name for some in names for name in some), "")
 
 
 def _joined(values: Sequence[T] | None, more: Sequence[T]) -> Sequence[T]:

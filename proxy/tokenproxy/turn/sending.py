@@ -1,13 +1,12 @@
-"""Plans the prompt of one turn, and sends it to a replica.
+"""Plans the prompt of one turn, sends it to a replica, and reports the plan.
 
 The prompt is planned once, for the model that the fleet serves. The replica that runs it is chosen after
 that, because the plan holds the conversation and the replica that has its ids cached.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import time
-from typing import NamedTuple
 
 import msgspec
 
@@ -22,14 +21,15 @@ from tokenproxy.fleet.choosing import BYTES_PER_ID, Routing, body_digest
 from tokenproxy.fleet.model import FleetImages, FleetModel
 from tokenproxy.fleet.replica import Replica
 from tokenproxy.fleet.weight_tags import WeightTag
-from tokenproxy.monitoring.exchange import span
+from tokenproxy.monitoring.exchange import running_exchange, span
+from tokenproxy.monitoring.metrics import Metrics
+from tokenproxy.monitoring.spans import Span, Value
 from tokenproxy.record.claims import Claims
-from tokenproxy.record.completion import Batch, Completion
+from tokenproxy.record.completion import Completion
 from tokenproxy.record.images import single_placeholders
-from tokenproxy.record.plan import Extended, Given, PromptPlan, Rendered, ServedModel, images_of, prompt_of
-from tokenproxy.record.turn import WeightSpan
-from tokenproxy.record.vocabulary import Reason
-from tokenproxy.turn.observed import describe_plan, describe_request
+from tokenproxy.record.plan import PromptPlan, ServedModel
+from tokenproxy.record.turn import WeightSpan, request_time
+from tokenproxy.record.vocabulary import Reason, Source
 from tokenproxy.turn.required_prefix import render_with_prefix
 from tokenproxy.turn.services import Services
 
@@ -74,7 +74,7 @@ class PlannedTurn:
         if services.settings.cache_salt_by_version and replica.weight_version is not None:
             fields.setdefault("cache_salt", raw(replica.weight_version))
         headers, route = _headers(request, plan), request.engine_route
-        if prompt_of(plan) and route is EngineRoute.CHAT:
+        if plan.prompt and route is EngineRoute.CHAT:
             response = await self._send_ids(replica, fields, headers)
         else:  # the engine renders the prompt, or it stands in the fields
             call = Request("POST", route, headers, join(fields), repeatable=True)
@@ -83,14 +83,14 @@ class PlannedTurn:
                 response = await rename_errors(response, _PROMPT_FIELDS[route])
         if response.status < 400:
             for each in plan.prompts:  # the replica holds prompts that are in no recorded turn of it
-                if (ids := prompt_of(each)) and not each.placement.holder:
-                    services.fleet.prefix_caches.note(ids, replica)
+                if each.prompt and not each.placement.holder:
+                    services.fleet.prefix_caches.note(each.prompt, replica)
         return response
 
     async def _send_ids(self, replica: Replica, fields: Fields, headers: Headers) -> Response:
         """Send a chat completion whose prompt is exact ids."""
-        capabilities, images, single = replica.require_capabilities(), images_of(self.plan), b""
-        prompt, given = prompt_of(self.plan), self.request.required_prefix or self.request.given
+        capabilities, images, single = replica.require_capabilities(), self.plan.images, b""
+        prompt, given = self.plan.prompt, self.request.required_prefix or self.request.given
         token_in = GenerateTokenIn() if images else capabilities.require_token_in()
         if images:
             placeholder = capabilities.require_images().placeholder
@@ -109,21 +109,14 @@ class PlannedTurn:
                 spans, choice.weights_uncertain = self.tag.spans(choice.index, len(choice.ids or ()))
                 choice.weight_versions = tuple(WeightSpan(*span) for span in spans)
 
-    def batch(self) -> Batch | None:
-        """The prompts of a completions request as they are sent; None for the other routes."""
-        if self.request.engine_route is not EngineRoute.COMPLETIONS:
-            return None
-        return Batch(tuple(map(prompt_of, self.plan.prompts)), self.request.choices)
-
     def routing(self) -> Routing:
         """The facts by which the fleet chooses a replica."""
         request, plan = self.request, self.plan
         held = [self._held(prompt) for prompt in plan.prompts]
         most = max(held, key=lambda prefix: prefix.reused)
-        return Routing(
+        return replace(
+            most,
             conversation=_conversation(plan) if not plan.others else plan.rollout or "",
-            holder=most.holder,
-            held_since=most.since,
             ids=sum(prefix.ids for prefix in held),
             reused=sum(prefix.reused for prefix in held if prefix.holder == most.holder),
             tenant=request.tenant,
@@ -132,35 +125,19 @@ class PlannedTurn:
             digest=lambda: body_digest(request.retry.path, request.retry.body),
         )
 
-    def _held(self, plan: PromptPlan) -> "_HeldPrefix":
-        """The ids of one prompt, and the replica that holds a part of them."""
-        holder, since = plan.placement.holder, plan.placement.held_since
-        if isinstance(plan, Extended):
-            reused, ids = plan.reused, plan.reused + len(plan.appended)
-        elif isinstance(plan, Given):
-            reused, ids = (plan.reused if holder else 0), plan.reused + plan.appended
-        else:
+    def _held(self, plan: PromptPlan) -> Routing:
+        """The number of ids of one prompt, and the replica that holds a part of them."""
+        ids, turn = plan.reused + plan.appended, plan.placement.match.turn
+        if plan.source is Source.RENDERED:
             text = self.request.messages or self.request.retry.body
-            reused, ids = 0, len(text) // BYTES_PER_ID // len(self.plan.prompts)
-        if not holder:
-            since = time()
-            if prompt := prompt_of(plan):
-                holder, share = self.services.fleet.prefix_caches.holder_of_prompt(prompt)
-                reused = int(ids * share)
-        return _HeldPrefix(holder, since, ids, reused)
-
-
-class _HeldPrefix(NamedTuple):
-    """The replica that holds the beginning of a prompt in its cache."""
-
-    holder: str
-    """Its name; empty if there is none."""
-    since: float
-    """When it got them, in seconds since the epoch."""
-    ids: int
-    """The number of ids of the prompt, approximately."""
-    reused: int
-    """How many of them the replica holds."""
+            ids = len(text) // BYTES_PER_ID // len(self.plan.prompts)
+        if turn is not None and turn.replica:
+            since = request_time(turn.id)
+            return Routing(holder=turn.replica, held_since=since, ids=ids, reused=plan.reused)
+        if not plan.prompt:
+            return Routing(held_since=time(), ids=ids)
+        holder, share = self.services.fleet.prefix_caches.holder_of_prompt(plan.prompt)
+        return Routing(holder=holder, held_since=time(), ids=ids, reused=int(ids * share))
 
 
 async def plan_turn(request: ChatRequest, services: Services, claims: Claims) -> PlannedTurn:
@@ -182,8 +159,7 @@ async def plan_turn(request: ChatRequest, services: Services, claims: Claims) ->
             prefix, fields, headers = request.required_prefix, request.fields, request.headers
             rendered = await render_with_prefix(prefix, fields, headers, model, services)
             plan = await planner.plan_prefix(request, rendered.prompt, rendered.prefix, served, claims)
-        describe_plan(planning, plan)
-    describe_request(request, plan)
+        describe(planning, request, plan)
     return PlannedTurn(request, services, plan, model)
 
 
@@ -270,8 +246,80 @@ def _conversation(plan: PromptPlan) -> str:
     placement, conversation = plan.placement, plan.placement.conversation
     if not placement.new_rollout and conversation is not None:
         return placement.session.id
-    first_turn = plan.reason is Reason.FIRST_TURN or not isinstance(plan, Rendered)
+    first_turn = plan.reason is Reason.FIRST_TURN or plan.source is not Source.RENDERED
     if conversation is None or first_turn or not conversation.ends:
         return placement.session.id
     answer = conversation.messages[conversation.ends[-1]]
     return f"{placement.scope.tenant}/beginning/{answer.loose.hex()}"
+
+
+# --- reports: headers, metrics, traces, the access log
+
+
+def count_plan(plan: PromptPlan, metrics: Metrics) -> None:
+    """Count the prompts of a request, once for each request, and note them for the access log."""
+    for prompt in plan.prompts:
+        metrics.prompts.labels(prompt.source, prompt.reason or "none").inc()
+        if prompt.reason == Reason.AMBIGUOUS:
+            metrics.ambiguous.inc()
+        if prompt.source is not Source.RENDERED:
+            counter = metrics.reused_ids if prompt.source is Source.EXTENDED else metrics.given_ids
+            counter.inc(prompt.reused)
+            metrics.appended_ids.inc(prompt.appended)
+    exchange = running_exchange()
+    if exchange is not None and exchange.noting:
+        exchange.note(_described(plan))
+
+
+def describe(planning: Span, request: ChatRequest, plan: PromptPlan) -> None:
+    """Add the plan to the span of planning, and the requested parameters to those of the request, with
+    OpenTelemetry's names for generative AI."""
+    if planning.recording:
+        attributes = {f"tokenproxy.prompt.{name}": value for name, value in _described(plan).items()}
+        planning.set({**attributes, "tokenproxy.prompt.candidates": plan.placement.match.candidates})
+    exchange = running_exchange()
+    if exchange is None or not exchange.span.recording:
+        return
+    max_tokens = raw_value(request.fields, "max_completion_tokens") or raw_value(request.fields, "max_tokens")
+    exchange.engine_attributes = {
+        "gen_ai.operation.name": ("chat" if request.engine_route is EngineRoute.CHAT else "text_completion"),
+        "gen_ai.provider.name": "vllm",
+        "gen_ai.request.model": request.model or plan.placement.scope.model,
+        "gen_ai.request.temperature": request.temperature,
+        "gen_ai.request.max_tokens": int(max_tokens) if max_tokens and max_tokens.isdigit() else None,
+        "gen_ai.request.choice.count": request.choices if request.choices > 1 else None,
+        "gen_ai.request.stream": request.stream,
+        "gen_ai.conversation.id": plan.placement.session.name if plan.rollout is not None else None,
+    }
+    exchange.span.set(exchange.engine_attributes)
+
+
+def _described(plan: PromptPlan) -> dict[str, Value | None]:
+    has_ids = plan.source is not Source.RENDERED
+    return {
+        "source": str(plan.source),
+        "reason": str(plan.reason) if plan.reason else None,
+        "session": plan.placement.session.name if plan.rollout is not None else None,
+        "turn": plan.placement.turn_id if plan.placement.conversation is not None else None,
+        "reused": sum(prompt.reused for prompt in plan.prompts) if has_ids else None,
+        "appended": plan.appended if has_ids else None,
+    }
+
+
+def add_prompt_headers(response: Response, plan: PromptPlan) -> None:
+    """Report on a successful response where its prompts came from and where their turns are recorded."""
+    if response.status >= 400:
+        return
+    said, candidates = _described(plan), plan.placement.match.candidates
+    headers = {
+        b"x-prompt-source": said["source"],
+        b"x-prompt-reused": said["reused"] or 0,
+        b"x-prompt-appended": said["appended"],
+        b"x-prompt-reason": said["reason"],
+        b"x-prompt-candidates": candidates if candidates > 1 else None,
+        b"x-session-id": said["session"],
+        b"x-turn-id": said["turn"],
+    }
+    # an engine that is a tokenproxy itself has set these headers for its own prompt
+    response.headers = [pair for pair in response.headers if pair[0] not in headers]
+    response.headers += [(name, str(value).encode()) for name, value in headers.items() if value is not None]

@@ -12,14 +12,16 @@ from tokenproxy.base.errors import ApiError, EngineBroken
 from tokenproxy.base.http import BytesResponse, Response, is_event_stream
 from tokenproxy.base.request import ChatRequest
 from tokenproxy.fleet.weight_tags import unknown
-from tokenproxy.record.completion import Batch, Completion
-from tokenproxy.record.plan import prompt_of
+from tokenproxy.record.claims import Claims
+from tokenproxy.record.completion import Completion
+from tokenproxy.record.plan import PromptPlan
+from tokenproxy.record.recorder import Recording
+from tokenproxy.record.retries import Attempt
 from tokenproxy.turn import parsing
 from tokenproxy.turn.answer import Answer, Redactor, StreamedAnswer
-from tokenproxy.turn.observed import add_prompt_headers, count_plan
 from tokenproxy.turn.reader import read_completion
 from tokenproxy.turn.required_prefix import PrefixRefused
-from tokenproxy.turn.sending import plan_turn
+from tokenproxy.turn.sending import add_prompt_headers, count_plan, plan_turn
 from tokenproxy.turn.services import Services
 from tokenproxy.turn.stream import RecordedStream
 
@@ -43,18 +45,18 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
     history = services.history
     answer = answer or Redactor(request.visible, request.engine_route)
     async with AsyncExitStack() as stack:
-        attempt = await stack.enter_async_context(history.retries.attempt(request))
-        if attempt.earlier is not None:
-            headers = [*attempt.earlier.headers, (b"x-request-replayed", b"true")]
-            return BytesResponse(attempt.earlier.status, headers, attempt.earlier.body)
-        claims = await stack.enter_async_context(history.claims())
+        attempt = await stack.enter_async_context(Attempt(history, request))
+        if (earlier := attempt.earlier) is not None:
+            headers = [*earlier.headers, (b"x-request-replayed", b"true")]
+            return BytesResponse(earlier.status, headers, earlier.body)
+        claims = await stack.enter_async_context(Claims(history.pins))
         try:
             request = await history.echoes.resolve(request)
             turn = await plan_turn(request, services, claims)
         except PrefixRefused as refused:
             await attempt.fail(refused.response.status)
             return refused.response
-        recording = history.recorder.start(turn.plan, claims, turn.add_weights)
+        recording = Recording(history, turn.plan, claims, turn.add_weights)
         response = await services.fleet.send(turn.send, turn.routing())
         stack.push_async_callback(response.aclose)
         plan, tag = turn.plan, turn.tag
@@ -66,17 +68,13 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
             await attempt.fail(response.status)
             return BytesResponse(response.status, response.headers, await response.read())
 
-        batch = turn.batch()
         if plan.placement.conversation is not None:
             answer.turn_id = plan.placement.turn_id
         if is_event_stream(response.headers) and isinstance(answer, StreamedAnswer):
             await recording.announce()
-            return RecordedStream(
-                *(response, answer, recording, batch, attempt.hand_over(), stack.pop_all(), tag),
-                choices=request.choices,
-            )
+            return RecordedStream(response, answer, recording, attempt, stack.pop_all(), tag)
         body = await response.read()
-        read = partial(_read, body, prompt_of(plan), batch, answer)
+        read = partial(_read, body, plan, answer)
         completion, shown = read() if len(body) < _READ_ON_THREAD_BYTES else await services.encoders.run(read)
         await recording.add(completion)
         if isinstance(shown, ApiError):
@@ -89,12 +87,11 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
         return BytesResponse(response.status, response.headers, shown)
 
 
-def _read(
-    body: bytes, sent: bytes, batch: Batch | None, answer: Answer
-) -> tuple[Completion, bytes | ApiError]:
+def _read(body: bytes, plan: PromptPlan, answer: Answer) -> tuple[Completion, bytes | ApiError]:
     """What is recorded of a whole completion, and what its client gets, which may be an error."""
+    batch = plan.batch
     parsed = parsing.parse(body, tokens=answer.reads_tokens, whole=True, one_prompt=batch is None)
-    completion = read_completion(parsed, sent, batch)
+    completion = read_completion(parsed, plan.prompt, batch)
     try:
         return completion, answer.whole(parsed, body, completion)
     except ApiError as error:

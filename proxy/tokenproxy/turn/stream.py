@@ -9,8 +9,6 @@ from tokenproxy.base.errors import ApiError, EngineBroken
 from tokenproxy.base.http import Response
 from tokenproxy.engine.sse import event_data, split_events
 from tokenproxy.fleet.weight_tags import WeightTag
-from tokenproxy.record.completion import Batch
-from tokenproxy.record.plan import prompt_of
 from tokenproxy.record.recorder import Recording
 from tokenproxy.record.retries import KEPT_BYTES, Attempt
 from tokenproxy.turn import parsing
@@ -37,35 +35,32 @@ class RecordedStream:
         response: Response,
         answer: StreamedAnswer,
         recording: Recording,
-        batch: Batch | None,
         attempt: Attempt,
         cleanup: AsyncExitStack,
         tag: WeightTag,
         *,
-        choices: int = 1,
         usage_s: float = _USAGE_S,
     ) -> None:
         """A stream that is about to be sent.
 
         Args:
             response: its chunks end where events end, as those of `Fleet.send` do.
-            batch: the prompts of a completions request; None for the other routes.
             cleanup: closed with the stream. It closes the response.
             tag: learns where in the stream the weights changed.
-            choices: how many each prompt has.
             usage_s: how long the event that ends the last turn waits for the usage.
         """
         self.status = response.status
         self.headers = [pair for pair in response.headers if pair[0] != b"content-length"]
         self._blocks = _Blocks(response.chunks())
         plan = recording.plan
-        self._reader = CompletionReader(choices * len(plan.prompts), prompt_of(plan), batch)
+        choices = plan.placement.request.choices * len(plan.prompts)
+        self._reader = CompletionReader(choices, plan.prompt, plan.batch)
         self._answer = answer
         self._recording = recording
         self._attempt = attempt
         self._cleanup = cleanup
         self._usage_s = usage_s
-        self._sent: list[bytes] | None = [] if attempt.wants_body else None
+        self._sent: list[bytes] | None = [] if attempt.retriable else None
         """The bytes kept for a retry; None if they are too long, or if no retry is possible."""
         self._sent_bytes = 0
         self._done = self._broken_off = False
@@ -116,7 +111,6 @@ class RecordedStream:
         """Record the ids sampled so far if the client left early, and close the engine's response."""
         async with self._cleanup:
             self._recording.add_later(self._reader.rest())
-            self._attempt.abandon()
             await self._blocks.aclose()
 
     def _progress(self) -> dict[int, int] | None:

@@ -11,7 +11,8 @@ from tokenproxy.base.request import ChatRequest
 from tokenproxy.engine.protocol import fetch
 from tokenproxy.fleet.replica import Replica
 from tokenproxy.formats.messages.format import MessagesFormat
-from tokenproxy.record.plan import Extended
+from tokenproxy.record.claims import Claims
+from tokenproxy.record.vocabulary import Source
 from tokenproxy.turn.sending import plan_turn
 from tokenproxy.turn.services import Services
 from tokenproxy.turn.wire import problem_of
@@ -50,11 +51,11 @@ class CountTokens(Route):
 async def _recorded(chat: ChatRequest, services: Services) -> int | None:
     """The number of ids if the prompt extends recorded ids; None if it does not, or does not fit."""
     try:
-        async with services.history.claims() as claims:
+        async with Claims(services.history.pins) as claims:
             plan = (await plan_turn(chat, services, claims)).plan
     except BadRequest:
         return None  # the engine counts what is too long, and explains what is wrong
-    return plan.reused + len(plan.appended) if isinstance(plan, Extended) else None
+    return plan.reused + plan.appended if plan.source is Source.EXTENDED else None
 
 
 async def _rendered(request: Request, chat: ChatRequest, replica: Replica) -> Response:

@@ -17,8 +17,8 @@ from tokenproxy.base.errors import BadRequest, NotFound
 from tokenproxy.base.fields import parse, read
 from tokenproxy.base.http import Request, Response, json_response, query_pairs, query_value, query_values
 from tokenproxy.monitoring.exchange import waiting
-from tokenproxy.record import consumers
-from tokenproxy.record.consumers import Acknowledged, Consumer
+from tokenproxy.record import feed
+from tokenproxy.record.feed import Acknowledged, Consumer
 from tokenproxy.record.store import Store
 from tokenproxy.samples.feed import (
     FeedFilter,
@@ -120,7 +120,7 @@ class FeedAcknowledge(StoreRoute):
             raise BadRequest("`cursor` is required: that of the last rollout you processed", param="cursor")
         name, position = check_name(consumer, "consumer"), _position(cursor, "cursor")
         await _acknowledged(store, request.tenant, name)
-        acknowledged = await consumers.acknowledge(store, request.tenant, name, position)
+        acknowledged = await feed.acknowledge(store, request.tenant, name, position)
         return json_response({"consumer": name, "cursor": str(acknowledged)})
 
 
@@ -133,7 +133,7 @@ class FeedConsumers(StoreRoute):
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """`{"object", "data": [{"consumer", "cursor", "waiting", "oldest"}]}`; `oldest` in seconds."""
-        found = await consumers.consumers(services.store, request.tenant)
+        found = await feed.consumers(services.store, request.tenant)
         return json_response({"object": "list", "data": [_described(consumer) for consumer in found]})
 
 
@@ -151,7 +151,7 @@ class OneFeedConsumer(StoreRoute):
     async def answer(self, request: Request, services: Services, /) -> Response:
         """`{"consumer", "deleted"}`. If it reads again, it begins at the beginning."""
         name = check_name(request.parameters["consumer"], "consumer")
-        if not await consumers.forget(services.store, request.tenant, name):
+        if not await feed.forget(services.store, request.tenant, name):
             raise NotFound(
                 f"unknown consumer {name!r}: it never read, or was removed",
                 param="consumer",
@@ -230,15 +230,15 @@ async def _start(requested: _FeedRequest, tenant: str, store: Store) -> int:
     if requested.consumer:
         acknowledged = await _acknowledged(store, tenant, requested.consumer)
         if acknowledged is None or abs(time.time() - acknowledged.at) > _NOTED_S:
-            await consumers.acknowledge(store, tenant, requested.consumer, 0)
+            await feed.acknowledge(store, tenant, requested.consumer, 0)
         position = acknowledged.position if acknowledged else 0
     return position if requested.after is None else requested.after
 
 
 async def _acknowledged(store: Store, tenant: str, name: str) -> Acknowledged | None:
     """How far a consumer has read; None for a new one. Raises BadRequest if the tenant has too many."""
-    acknowledged = await consumers.acknowledged(store, tenant, name)
-    if acknowledged is None and len(await consumers.consumers(store, tenant)) >= MOST_CONSUMERS:
+    acknowledged = await feed.acknowledged(store, tenant, name)
+    if acknowledged is None and len(await feed.consumers(store, tenant)) >= MOST_CONSUMERS:
         raise BadRequest(
             f"there are {MOST_CONSUMERS} consumers: remove one with DELETE /v1/samples/consumers/NAME",
             param="consumer",

@@ -9,7 +9,7 @@ from tokenproxy.base.errors import ApiError, EngineBroken, Stopping
 from tokenproxy.base.http import BytesResponse, KeptAlive, Response
 from tokenproxy.base.types import Message, Send
 from tokenproxy.engine.sse import whole_events
-from tokenproxy.turn.running import RunningRequests
+from tokenproxy.turn.services import RunningRequests
 
 log = logging.getLogger("tokenproxy")
 

@@ -75,7 +75,7 @@ class OneSession(SessionRoute):
         rollout = session_id(request.tenant, name)
         if not await services.store.delete(rollout):
             raise unknown_session(name)
-        services.history.recorder.forget(rollout)
+        services.history.forget(rollout)
         services.fleet.conversations.end(rollout)
         return json_response({"id": name, "object": "session", "deleted": True})
 
@@ -96,7 +96,7 @@ class OneSession(SessionRoute):
             return {"agents": agents_of(found.turns, classes), "turns": shown, "next": following}
 
         session = {**_described(found.session), "reward": rewards.get("")}
-        return json_response({**session, **await services.in_thread(tree)})
+        return json_response({**session, **await services.encoders.run(tree)})
 
 
 class SessionSamples(SessionRoute):
@@ -118,7 +118,7 @@ class SessionSamples(SessionRoute):
             rows = [layout.row(sample) for sample in result.samples]
             return json_response({"id": session.name, "samples": rows, "refused": result.refused})
 
-        return await services.in_thread(export)
+        return await services.encoders.run(export)
 
 
 class SessionTraces(SessionRoute):
@@ -132,7 +132,7 @@ class SessionTraces(SessionRoute):
         since = number("since", query_value(request, "since", "0"))
         most, name = _limit(request), found.session.name
         return json_response(
-            await services.in_thread(lambda: traces_of(found.turns, name, since=since, limit=most))
+            await services.encoders.run(lambda: traces_of(found.turns, name, since=since, limit=most))
         )
 
 

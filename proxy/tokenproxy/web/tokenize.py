@@ -86,24 +86,24 @@ async def _append(request: ChatRequest, services: Services) -> Response:
     fleet_model = await fleet.served_model()
     tokenizer = fleet_model.require_tokenizer()
     model = served_model(fleet_model, request, services)
-    placer = services.history.placer
+    planner = services.history.planner
     if request.images is not None or (request.media and model.images is None):
-        ids, _ = await place_images(placer, request, ids, model)
-    made = await append_messages(placer, request, ids, model, to_complete=False)
+        ids, _ = await place_images(planner, request, ids, model)
+    made = await append_messages(planner, request, ids, model, to_complete=False)
     strings = read(fields, "return_token_strs", bool) or False
 
     def check() -> list[str] | None:
         values = in_vocabulary(made.prompt, tokenizer, ids.field)
         return tokenizer.token_strings(values) if strings else None
 
-    token_strs = await services.in_thread(check)
+    token_strs = await services.encoders.run(check)
     return json_response(
         {
-            "count": ids.count + len(made.appended),
+            "count": ids.count + made.appended,
             "max_model_len": model.max_model_len,
             "tokens": msgspec.Raw(made.prompt),
             "token_strs": token_strs,
-            "appended": len(made.appended),
+            "appended": made.appended,
         }
     )
 
@@ -121,7 +121,7 @@ async def _keep_prefix(
     token_strs = None
     if read(fields, "return_token_strs", bool):
         tokenizer = model.require_tokenizer()
-        token_strs = await services.in_thread(lambda: tokenizer.token_strings(tokens))
+        token_strs = await services.encoders.run(lambda: tokenizer.token_strings(tokens))
     return json_response(
         {
             **spliced.rendered,

@@ -12,7 +12,7 @@ from tests.support.tiny_templates import LOCAL, LOOKS_FOR_A_LENGTH, REFUTING_TEX
 from tests.support.utils import wait_until
 from tokenproxy.base.request import Rendering
 from tokenproxy.monitoring.metrics import Metrics
-from tokenproxy.record.audit import Auditor
+from tokenproxy.record.appending import Auditor
 
 Load = Callable[[str], ChatTokenizer]
 _NEW = [{"role": "user", "content": "And then?"}]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.store_utils import add, make_turn, opened
-from tokenproxy.record import consumers
+from tokenproxy.record import feed
 from tokenproxy.record.store import Evicted, Limits, Store
 from tokenproxy.store import eviction
 from tokenproxy.store.redis import RedisStore
@@ -62,16 +62,16 @@ async def test_the_old_are_evicted_while_the_clock_is_steady(url: str, clock: Cl
         for name in ("idle", "used", "pinned"):
             await add(store, make_turn(name))
         await store.pin("pinned", time.time() + 10 * _DAY)
-        await consumers.acknowledge(store, "", "gone", 0)
+        await feed.acknowledge(store, "", "gone", 0)
         for _ in range(7):
             assert await store.evict() == Evicted()
             clock.wait(_DAY)
             await store.pin("used", 0.0)
         clock.wait(60.0)
-        await consumers.acknowledge(store, "", "here", 0)
+        await feed.acknowledge(store, "", "here", 0)
         assert (await store.evict()).rollouts == 1
         assert set(await _names(store)) == {"used", "pinned"}
-        assert [each.name for each in await consumers.consumers(store)] == ["here"]
+        assert [each.name for each in await feed.consumers(store)] == ["here"]
         clock.wait(3 * _DAY)
         assert (await store.evict()).rollouts == 1
         assert await _names(store) == ["used"]

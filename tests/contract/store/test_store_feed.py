@@ -6,8 +6,8 @@ import time
 import pytest
 
 from tests.support.store_utils import add, make_session, make_turn, opened
-from tokenproxy.record import consumers, feed
-from tokenproxy.record.consumers import Consumer
+from tokenproxy.record import feed
+from tokenproxy.record.feed import Consumer
 from tokenproxy.record.store import Cause, Evicted, Limits, Store
 
 
@@ -32,8 +32,8 @@ async def _read(store: Store, after: int = 0, tenant: str | None = None) -> list
 
 async def test_nothing_without_turns_is_finished(store: Store) -> None:
     await _add(store, "r")
-    assert await consumers.acknowledged(store, "", "c") is None
-    assert not await consumers.forget(store, "", "c")
+    assert await feed.acknowledged(store, "", "c") is None
+    assert not await feed.forget(store, "", "c")
     await store.add(make_session("empty"))
     for name in ("empty", "missing"):
         assert not await store.finish(name, Cause.END)
@@ -164,22 +164,22 @@ async def test_consumers_acknowledge(store: Store) -> None:
     await _add(store, "a", "b", "c", "t/a")
     await _finish(store, "a", "t/a", "b", "c")
     first, second, third = [each.position for each in (await store.feed(0, limit=9, tenant="")).sessions]
-    assert await consumers.acknowledge(store, "", "new", 0) == 0
-    assert await consumers.acknowledge(store, "", "old", second) == second
-    assert await consumers.acknowledge(store, "t", "old", 0) == 0
+    assert await feed.acknowledge(store, "", "new", 0) == 0
+    assert await feed.acknowledge(store, "", "old", second) == second
+    assert await feed.acknowledge(store, "t", "old", 0) == 0
     here = [Consumer("", "new", 0, 3, first), Consumer("", "old", second, 1, third)]
-    assert await consumers.consumers(store, "") == here
-    assert [(each.tenant, each.waiting) for each in await consumers.consumers(store)][2:] == [("t", 1)]
+    assert await feed.consumers(store, "") == here
+    assert [(each.tenant, each.waiting) for each in await feed.consumers(store)][2:] == [("t", 1)]
     # neither back, nor beyond the end: what is finished later is not acknowledged
-    assert await consumers.acknowledge(store, "", "old", first) == second
-    assert await consumers.acknowledge(store, "", "old", 2**62) == (await store.feed(2**62, limit=0)).end
+    assert await feed.acknowledge(store, "", "old", first) == second
+    assert await feed.acknowledge(store, "", "old", 2**62) == (await store.feed(2**62, limit=0)).end
     await _add(store, "d")
     await _finish(store, "d")
-    assert (await consumers.consumers(store, ""))[1].waiting == 1
-    known = await consumers.acknowledged(store, "", "old")
+    assert (await feed.consumers(store, ""))[1].waiting == 1
+    known = await feed.acknowledged(store, "", "old")
     assert known is not None and known.position < (await store.feed(2**62, limit=0)).end
-    assert await consumers.forget(store, "", "old")
-    assert [each.name for each in await consumers.consumers(store)] == ["new", "old"]
+    assert await feed.forget(store, "", "old")
+    assert [each.name for each in await feed.consumers(store)] == ["new", "old"]
 
 
 async def test_evicted_rollouts_that_nobody_read_are_counted(
@@ -192,8 +192,8 @@ async def test_evicted_rollouts_that_nobody_read_are_counted(
         await _finish(store, "read", "new", "t/new")
         monkeypatch.undo()
         [read, *_] = (await store.feed(0, limit=9)).sessions
-        await consumers.acknowledge(store, "", "fast", (await store.feed(2**62, limit=0)).end)
-        await consumers.acknowledge(store, "", "slow", read.position)
+        await feed.acknowledge(store, "", "fast", (await store.feed(2**62, limit=0)).end)
+        await feed.acknowledge(store, "", "slow", read.position)
         evicted = await store.evict()
         assert evicted == Evicted(4, 4, evicted.size, 1)
         assert await _read(store) == []
@@ -223,9 +223,9 @@ async def test_two_processes_share_feed_and_consumers(shared_url: str) -> None:
         found = (await first.feed(0, limit=100)).sessions
         assert (await second.feed(0, limit=100)).sessions == found
         await asyncio.gather(
-            *(consumers.acknowledge(each, "", "c", found[5].position) for each in (first, second))
+            *(feed.acknowledge(each, "", "c", found[5].position) for each in (first, second))
         )
-        assert (await consumers.consumers(second))[0].waiting == 34
+        assert (await feed.consumers(second))[0].waiting == 34
     async with opened(shared_url) as store:
         assert (await store.feed(0, limit=100)).sessions == found
-        assert (await consumers.acknowledged(store, "", "c") or (0,))[0] == found[5].position
+        assert (await feed.acknowledged(store, "", "c") or (0,))[0] == found[5].position

@@ -15,7 +15,7 @@ from tests.support.talk import CHAT, user
 from tests.support.utils import run_proxy, run_server, send_and_keep, wait_until
 from tokenproxy.app.app import create_app
 from tokenproxy.settings import Settings
-from tokenproxy.turn.running import RunningRequests
+from tokenproxy.turn.services import RunningRequests
 from tokenproxy.web.feed import MOST_CONSUMERS
 
 

@@ -13,7 +13,7 @@ from tokenproxy.formats.messages.answer import MessagesTranslation
 from tokenproxy.formats.responses.answer import ResponsesTranslation
 from tokenproxy.formats.responses.request import read_request
 from tokenproxy.formats.translated import Translation, serve_early
-from tokenproxy.turn.running import RunningRequests
+from tokenproxy.turn.services import RunningRequests
 from tokenproxy.web.sending import send_events
 
 _SILENCE_S = 0.01

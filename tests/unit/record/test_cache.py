@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from chat_tokenizer import ids
 from tests.support.trees import child, root
 from tokenproxy.record.cache import UNUSABLE, CachedTurn, TurnCache, cached_turn, hash_ids, read_turn
-from tokenproxy.record.conversation import Conversation
+from tokenproxy.record.identity import Conversation
 from tokenproxy.record.turn import Turn, unpack_ids
 from tokenproxy.record.vocabulary import Problem
 
@@ -45,8 +45,14 @@ def _continued(
     count = (before.count if before else 0) + len(appended)
     parent = before.id if before else None
     turn = replace(root(name, appended, sampled, rollout=rollout), parent=parent, prompt_tokens=count)
-    prompt = ids.join(before.ids, appended) if before else ids.dump(appended)
-    return cached_turn(turn, before, prompt, hash_ids(before, turn.appended, turn.completion))
+    return _cached(before, turn)
+
+
+def _cached(before: CachedTurn | None, turn: Turn) -> CachedTurn:
+    """A turn as it is cached when it was recorded."""
+    own = unpack_ids(turn.appended + turn.completion)
+    data = ids.join(before.ids, own) if before else ids.dump(own)
+    return cached_turn([turn], before, data, hash_ids(before, turn.appended, turn.completion))
 
 
 def _turn(name: str, length: int) -> CachedTurn:
@@ -106,9 +112,7 @@ def _recorded(path: list[Turn]) -> CachedTurn:
     """As recorded turn by turn."""
     cached: CachedTurn | None = None
     for turn in path:
-        appended = unpack_ids(turn.appended)
-        prompt = ids.join(cached.ids, appended) if cached else ids.dump(appended)
-        cached = cached_turn(turn, cached, prompt, hash_ids(cached, turn.appended, turn.completion))
+        cached = _cached(cached, turn)
     assert cached is not None
     return cached
 

@@ -8,9 +8,11 @@ import pytest
 from chat_tokenizer import ids
 from tests.support.recording import assistant, chat_request, rendered_plan, user
 from tokenproxy.base.request import ChatRequest, EngineRoute, GivenIds
+from tokenproxy.record.claims import Claims
 from tokenproxy.record.completion import Completion, SampledChoice
 from tokenproxy.record.history import History
-from tokenproxy.record.plan import Placement, ServedModel
+from tokenproxy.record.plan import Placement, PromptPlan, ServedModel, place
+from tokenproxy.record.recorder import Recording
 
 _MODEL = ServedModel("m", None, max_model_len=100)
 
@@ -20,15 +22,20 @@ def _request(count: int, prompt: list[int]) -> ChatRequest:
     return chat_request(prompts=given, engine_route=EngineRoute.COMPLETIONS, findable=False)
 
 
+def _claimed(plan: PromptPlan) -> str | None:
+    match = plan.placement.match
+    return match.turn.id if match.turn is not None and match.claimed else None
+
+
 async def test_what_was_claimed_is_released_if_another_prompt_fails(
     history: History, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with history.claims() as claims:
+    async with Claims(history.pins) as claims:
         for _ in range(2):  # two rollouts with equal ids
             plan = await history.planner.plan(_request(1, [5, 6]), _MODEL, claims)
             choice = SampledChoice(0, assistant("x"), [7], [-0.5], "stop", prompt_ids=b"[5,6]")
-            await history.recorder.start(plan, claims).add(Completion(None, [choice], 1))
-    place, placed = history.placer.place, 0
+            await Recording(history, plan, claims).add(Completion(None, [choice], 1))
+    placed = 0
 
     def fail_at_last(*args: Any) -> Placement:
         nonlocal placed
@@ -37,44 +44,44 @@ async def test_what_was_claimed_is_released_if_another_prompt_fails(
             raise asyncio.CancelledError
         return place(*args)
 
-    monkeypatch.setattr(type(history.placer), "place", lambda self, *args: fail_at_last(*args))
+    monkeypatch.setattr("tokenproxy.record.planner.place", fail_at_last)
     with pytest.raises(asyncio.CancelledError):
-        async with history.claims() as claims:
+        async with Claims(history.pins) as claims:
             await history.planner.plan(_request(3, [5, 6, 7, 8]), _MODEL, claims)
     monkeypatch.undo()
-    async with history.claims() as claims:
+    async with Claims(history.pins) as claims:
         plan = await history.planner.plan(_request(2, [5, 6, 7, 8]), _MODEL, claims)
-    assert len({prompt.placement.claimed for prompt in plan.prompts} - {None}) == 2
+    assert len({_claimed(prompt) for prompt in plan.prompts} - {None}) == 2
 
 
 async def test_a_claim_is_kept_only_if_a_turn_was_recorded(history: History) -> None:
     choice = SampledChoice(0, assistant("a"), [6], [-0.5], "stop")
-    async with history.claims() as claims:
+    async with Claims(history.pins) as claims:
         for _ in range(2):  # two rollouts with equal ids
-            first = history.recorder.start(rendered_plan([user("Hi")]), claims)
+            first = Recording(history, rendered_plan([user("Hi")]), claims)
             await first.add(Completion(b"[5]", [choice], 1))
     request = chat_request([user("Hi"), assistant("a"), user("more")])
     for _ in range(2):  # a request that records nothing leaves both to others
         claimed = set()
-        async with history.claims() as claims, history.claims() as others:
+        async with Claims(history.pins) as claims, Claims(history.pins) as others:
             for each in (claims, others):
                 plan = await history.planner.plan(request, _MODEL, each)
-                claimed.add(plan.placement.claimed)
+                claimed.add(_claimed(plan))
         assert len(claimed - {None}) == 2
-    async with history.claims() as claims:
+    async with Claims(history.pins) as claims:
         plan = await history.planner.plan(request, _MODEL, claims)
-        await history.recorder.start(plan, claims).add(Completion(b"[5]", [choice], 1))
-    async with history.claims() as claims:
+        await Recording(history, plan, claims).add(Completion(b"[5]", [choice], 1))
+    async with Claims(history.pins) as claims:
         then = [await history.planner.plan(request, _MODEL, claims) for _ in range(2)]
-    assert {each.placement.claimed for each in then} == {None, *claimed} - {plan.placement.claimed}
+    assert {_claimed(each) for each in then} == {None, *claimed} - {_claimed(plan)}
 
 
 async def test_a_deleted_rollout_is_not_recorded_and_the_others_are(history: History) -> None:
-    async with history.claims() as claims:
+    async with Claims(history.pins) as claims:
         plan = await history.planner.plan(_request(2, [5]), _MODEL, claims)
-    recording = history.recorder.start(plan, claims)
+    recording = Recording(history, plan, claims)
     gone, kept = (prompt.placement.session.id for prompt in plan.prompts)
-    history.recorder.forget(gone)
+    history.forget(gone)
     choices = [SampledChoice(at, {}, [1], [0.0], "stop", prompt_ids=b"[5]") for at in (0, 1)]
     await recording.add(Completion(None, choices, 2))
     assert (await history.store.turns(gone), len(await history.store.turns(kept))) == ([], 1)

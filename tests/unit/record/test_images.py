@@ -13,9 +13,12 @@ from tests.support.recording import chat_request, session_ref
 from tokenproxy.base.errors import BadRequest
 from tokenproxy.base.images import Image
 from tokenproxy.base.request import GivenIds
+from tokenproxy.record.claims import Claims
 from tokenproxy.record.completion import Completion, SampledChoice
 from tokenproxy.record.history import History
-from tokenproxy.record.plan import Given, PromptPlan, ServedModel
+from tokenproxy.record.plan import PromptPlan, ServedModel
+from tokenproxy.record.recorder import Recording
+from tokenproxy.record.vocabulary import Source
 
 _PLACEHOLDER = 9
 
@@ -36,15 +39,15 @@ async def _plan(history: History, model: ServedModel, prompt: list[int], *images
     given = GivenIds("prompt_ids", ids.dump(prompt), len(prompt))
     fields: dict[str, Any] = {"messages": b"", "given": given, "images": images or None, "token_route": True}
     request = replace(chat_request(session=session_ref("s")), **fields)
-    return await history.planner.plan(request, model, history.claims())
+    return await history.planner.plan(request, model, Claims(history.pins))
 
 
 async def _record(history: History, prompt: list[int], *images: str) -> list[int]:
     """Record a turn; returns its ids."""
     plan = await _plan(history, _WITH_IMAGES, prompt, *images)
-    assert isinstance(plan, Given)
+    assert plan.source is Source.GIVEN
     choice = SampledChoice(0, {"role": "assistant", "content": "x"}, [6], [-0.5], "stop")
-    await history.recorder.start(plan, history.claims()).add(Completion(plan.prompt, [choice], 1))
+    await Recording(history, plan, Claims(history.pins)).add(Completion(plan.prompt, [choice], 1))
     return [*json.loads(plan.prompt), 6]
 
 

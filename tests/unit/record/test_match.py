@@ -3,14 +3,11 @@
 import asyncio
 import json
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.support.recording import Record, assistant, scope_of, user
-from tokenproxy.record.cache import TurnCache
+from tests.support.recording import Record, assistant, chat_request, scope_of, session_ref, user
 from tokenproxy.record.claims import Claims
-from tokenproxy.record.match import Matcher
 from tokenproxy.record.store import FOUND_AT_MOST
 from tokenproxy.record.vocabulary import Reason
 
@@ -123,18 +120,18 @@ async def test_longest_prefix_of_ids_in_a_wide_rollout() -> None:
     longer = await record.add([user("b")], assistant("b"), [5, 6, 7], [8], scope_of("s"))
     for n in range(FOUND_AT_MOST + 4):
         await record.add([user(f"{n}")], assistant("a"), [9, n], [9], scope_of("s"))
-    with ThreadPoolExecutor(1) as executor:
-        matcher = Matcher(record.store, TurnCache(2**20), executor)
+    request = chat_request(session=session_ref("s"))
+    async with record.matcher() as matcher:
         for prompt, expected in (
             (b"[5,6,7,8,9]", longer),
             (b"[5,6,7,8]", longer),
             (b"[5,6,7]", first),
             (b"[5,6,7,80]", first),
-            (b"[5,6,%d,7]" % 2**64, first),
+            (b"[5,6,%d,7]" % 2**64, None),
             (b"[5,60]", None),
             (b"[%d]" % 2**64, None),
         ):
-            turns = await matcher.longest_in("s", prompt)
+            turns = await matcher.longest_in_session(request, prompt)
             assert [turn.id for turn in turns] == ([expected.turn.id] if expected else [])
 
 

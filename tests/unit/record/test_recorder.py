@@ -9,28 +9,31 @@ import pytest
 
 from tests.support.recording import assistant, rendered_plan, scope_of, user
 from tests.support.trees import root
+from tokenproxy.base.request import Rendering
 from tokenproxy.record.cache import cached_turn, hash_ids
+from tokenproxy.record.claims import Claims
 from tokenproxy.record.completion import Completion, SampledChoice
 from tokenproxy.record.history import History
-from tokenproxy.record.new_turns import new_turns
-from tokenproxy.record.plan import Extended, PromptPlan
+from tokenproxy.record.plan import PromptPlan
+from tokenproxy.record.recorder import Recording, new_turns
 from tokenproxy.record.store import StoreError
 from tokenproxy.record.turn import turn_id, unpack_ids, unpack_logprobs
+from tokenproxy.record.vocabulary import Source
 
 _MESSAGES = [user("Hi"), assistant("from 1", reasoning="so"), user("more")]
 _TOOLS = b'[{"type":"function","function":{"name":"f"}}]'
 
 
 def _plan(tools: bytes = _TOOLS) -> PromptPlan:
-    return rendered_plan(_MESSAGES, scope_of("s", tools=tools))
+    return rendered_plan(_MESSAGES, scope_of("s", tools=tools), rendering=Rendering(tools=tools))
 
 
 def _extending(tools: bytes = _TOOLS) -> PromptPlan:
     """A plan that continues ids 5, 6, 7, sampled with tools."""
     turn = root("1", [5, 6], [7], scope=scope_of("s", tools=_TOOLS).parts)
-    parent = cached_turn(turn, None, b"[5,6]", hash_ids(None, turn.appended, turn.completion))
+    parent = cached_turn([turn], None, b"[5,6,7]", hash_ids(None, turn.appended, turn.completion))
     placement = replace(_plan(tools).placement, parent=parent, first_new=2)
-    return Extended(placement=placement, prompt=b"[5,6,7,8]", reused=3, appended=[8])
+    return PromptPlan(source=Source.EXTENDED, placement=placement, prompt=b"[5,6,7,8]")
 
 
 def _sampled(index: int = 0, **fields: Any) -> SampledChoice:
@@ -108,7 +111,7 @@ async def test_recording_survives_the_cancellation_of_its_request(
         return await add(*args)
 
     monkeypatch.setattr(history.store, "add", slow)
-    request = asyncio.create_task(history.recorder.start(_plan(), history.claims()).add(_completion()))
+    request = asyncio.create_task(Recording(history, _plan(), Claims(history.pins)).add(_completion()))
     await started.wait()
     request.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -129,7 +132,7 @@ async def test_error_of_recording_is_counted_and_fails_no_response(
         raise error
 
     monkeypatch.setattr(history.store, "add", fail)
-    recording = history.recorder.start(_plan(), history.claims())
+    recording = Recording(history, _plan(), Claims(history.pins))
     await recording.add(_completion())
     assert "recorded" in caplog.text
     assert history.metrics.registry.get_sample_value("tokenproxy_store_errors_total") == 1

@@ -5,18 +5,10 @@ import pytest
 from tests.support.recording import chat_request, session_ref
 from tokenproxy.base.errors import BadRequest, EngineBroken
 from tokenproxy.base.request import ChatRequest, RetrySigns
-from tokenproxy.monitoring.metrics import Metrics
-from tokenproxy.record.retries import EarlierResponse, Retries
-from tokenproxy.record.store import Limits
-from tokenproxy.record.tasks import Tasks
-from tokenproxy.store.sqlite import SqliteStore
+from tokenproxy.record.history import History
+from tokenproxy.record.retries import Attempt, EarlierResponse
 
 _SESSION = "s"
-
-
-@pytest.fixture
-def retries() -> Retries:
-    return Retries(SqliteStore(None, Limits()), Metrics(), Tasks())
 
 
 def _request(
@@ -31,9 +23,9 @@ def _request(
     return chat_request(retry=signs, session=session_ref(session) if session else None, tenant=tenant)
 
 
-async def _run(retries: Retries, request: ChatRequest, body: bytes = b"first") -> EarlierResponse | None:
+async def _run(history: History, request: ChatRequest, body: bytes = b"first") -> EarlierResponse | None:
     """Serve a request; returns the earlier response if it got one."""
-    async with retries.attempt(request) as attempt:
+    async with Attempt(history, request) as attempt:
         if attempt.earlier is None:
             await attempt.keep(200, [(b"x-turn-id", b"1")], body)
         return attempt.earlier
@@ -51,31 +43,31 @@ async def _run(retries: Retries, request: ChatRequest, body: bytes = b"first") -
         {"count": b" 0 "},
     ],
 )
-async def test_other_requests_get_no_stored_response(retries: Retries, other: dict[str, bytes]) -> None:
-    await _run(retries, _request())
-    assert await _run(retries, _request(**{"count": b"1", **other})) is None  # type: ignore[arg-type]
+async def test_other_requests_get_no_stored_response(history: History, other: dict[str, bytes]) -> None:
+    await _run(history, _request())
+    assert await _run(history, _request(**{"count": b"1", **other})) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("other", [{"body": b"{ }"}, {"path": "/v1/chat/completions/tokens"}])
 async def test_idempotency_key_of_another_request_is_refused(
-    retries: Retries, other: dict[str, bytes]
+    history: History, other: dict[str, bytes]
 ) -> None:
-    await _run(retries, _request(b"k"))
-    assert await _run(retries, _request(b"k", tenant="other")) is None
+    await _run(history, _request(b"k"))
+    assert await _run(history, _request(b"k", tenant="other")) is None
     with pytest.raises(BadRequest, match="another request") as refused:
-        await _run(retries, _request(b"k", **other))  # type: ignore[arg-type]
+        await _run(history, _request(b"k", **other))  # type: ignore[arg-type]
     assert refused.value.param == "Idempotency-Key"
-    assert await _run(retries, _request(b"k")) is not None
+    assert await _run(history, _request(b"k")) is not None
 
 
 @pytest.mark.parametrize("error", [EngineBroken("x"), ValueError("x"), asyncio.CancelledError()])
-async def test_failed_request_is_run_again(retries: Retries, error: BaseException) -> None:
+async def test_failed_request_is_run_again(history: History, error: BaseException) -> None:
     """And a failure is taken by one retry only."""
     for _ in range(2):
-        await _run(retries, _request())
+        await _run(history, _request())
     with pytest.raises(type(error)):
-        async with retries.attempt(_request()):
+        async with Attempt(history, _request()):
             raise error
-    await retries.tasks.aclose()
-    assert await _run(retries, _request(count=b"1")) is None
-    assert await _run(retries, _request(count=b"1")) is not None
+    await history.tasks.aclose()
+    assert await _run(history, _request(count=b"1")) is None
+    assert await _run(history, _request(count=b"1")) is not None

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tokenproxy.base.errors import Stopping
-from tokenproxy.turn.running import RunningRequests
+from tokenproxy.turn.services import RunningRequests
 
 
 async def test_a_client_that_leaves_meanwhile_wins() -> None:

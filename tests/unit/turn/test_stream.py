@@ -49,8 +49,8 @@ class _Response:
 class _Recording:
     """Notes the number of choices whenever something is recorded, and of cached ids where they are known."""
 
-    def __init__(self, log: list[Any]) -> None:
-        self.plan = rendered_plan([user("Hi")])
+    def __init__(self, log: list[Any], choices: int = 1) -> None:
+        self.plan = rendered_plan([user("Hi")], choices=choices)
         self._log = log
 
     async def add(self, completion: Completion) -> None:
@@ -79,18 +79,14 @@ _ERROR = b'data: {"error":{"message":"no"}}\n\n'
 _BROKEN = EngineBroken("the connection broke")
 
 
-def _stream(
-    recording: _Recording, *blocks: _Block, choices: int = 1, usage_s: float = _LONG_S
-) -> RecordedStream:
+def _stream(recording: _Recording, *blocks: _Block, usage_s: float = _LONG_S) -> RecordedStream:
     return RecordedStream(
         cast(Any, _Response(blocks)),
         Redactor(NOTHING),
         cast(Any, recording),
-        None,
-        cast(Any, SimpleNamespace(wants_body=False, abandon=lambda: None)),
+        cast(Any, SimpleNamespace(retriable=False)),
         AsyncExitStack(),
         WeightTag(None, stream=True),
-        choices=choices,
         usage_s=usage_s,
     )
 
@@ -101,7 +97,7 @@ async def _log(*blocks: _Block, choices: int = 1, usage_s: float = _LONG_S) -> l
     An event among the blocks is set when the end of the turn was sent.
     """
     log: list[Any] = []
-    stream = _stream(_Recording(log), *blocks, choices=choices, usage_s=usage_s)
+    stream = _stream(_Recording(log, choices), *blocks, usage_s=usage_s)
     try:
         async for sent in stream.chunks():
             log += [sent]

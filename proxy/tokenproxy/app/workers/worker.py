@@ -25,7 +25,7 @@ from tokenproxy.app.server import Server, server_config
 from tokenproxy.app.workers.metrics import shared_metrics
 from tokenproxy.app.workers.supervisor import END_S, STARTED, Command, Start
 from tokenproxy.monitoring.logs import configure_logs
-from tokenproxy.turn.running import RunningRequests
+from tokenproxy.turn.services import RunningRequests
 
 log = logging.getLogger("tokenproxy")
 
