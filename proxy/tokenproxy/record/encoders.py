@@ -76,6 +76,9 @@ class EncoderPool:
             if stop is not None:
                 stop.set()
             raise
+        finally:
+            # an error's traceback holds this frame: with the future in it, its input would stay in memory
+            del future
 
     def _give_back(self, size: int) -> None:
         self.bytes_in_use -= size

@@ -1,7 +1,9 @@
 """The threads that tokenise: bounds, lanes, and work that is dropped when its client leaves."""
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator
 
 import pytest
@@ -47,6 +49,24 @@ async def test_small_work_does_not_wait_for_large_work(pool: EncoderPool) -> Non
     for work in held:
         work.release.set()
     assert await asyncio.gather(*tasks) == ["held"] * 3
+
+
+async def test_work_that_fails_leaves_nothing_in_memory(pool: EncoderPool) -> None:
+    """Its input may be tens of megabytes, and a cycle around it would wait for the garbage collector."""
+    inputs: list[weakref.ref[Held]] = []
+
+    def work() -> None:
+        held = Held()
+        inputs.append(weakref.ref(held))
+        raise ValueError("too long")
+
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match="too long"):
+            await pool.run(work)
+        await until(lambda: inputs[0]() is None)
+    finally:
+        gc.enable()
 
 
 async def test_input_beyond_the_limit_is_refused(pool: EncoderPool) -> None:
