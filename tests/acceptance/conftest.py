@@ -5,6 +5,8 @@ Engine `inside` is vLLM with the plugin and two API server processes. Engine `st
 """
 
 import json
+import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,6 +24,10 @@ from tokenproxy.demo.stack import EngineProcess
 
 WAYS = ("inside", "in front")
 START_TIMEOUT_S = 300.0
+ENGINE_PYTHON = "TESTS_ENGINE_PYTHON"
+"""The variable that names the interpreter of the engines, whose vLLM may be of another version."""
+ENGINE_WAY = "TESTS_ENGINE_WAY"
+"""The variable that names the only one of the two ways to run; unset, both are tested."""
 _EVERYTHING = (
     "--enable-scale-out",
     "--trust-request-chat-template",
@@ -52,6 +58,7 @@ def start_engine(
             extra_flags=flags,
             extra_environment=environment,
             log_file=log_file,
+            python=os.environ.get(ENGINE_PYTHON, sys.executable),
         )
         stack.callback(engine.stop, progress=quiet)
         engine.start()
