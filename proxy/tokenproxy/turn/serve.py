@@ -67,6 +67,7 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
             return BytesResponse(response.status, response.headers, await response.read())
 
         batch = turn.batch()
+        answer.hides_weights = turn.hides_weights
         if plan.placement.conversation is not None:
             answer.turn_id = plan.placement.turn_id
         if is_event_stream(response.headers) and isinstance(answer, StreamedAnswer):
