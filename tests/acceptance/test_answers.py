@@ -147,10 +147,9 @@ def _joined(name: str, before: Any, value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_answers_are_those_of_a_stock_engine(servers: Mapping[str, Server], name: str) -> None:
+def test_answers_are_those_of_a_stock_engine(servers: Mapping[str, Server], front: Server, name: str) -> None:
     request = REQUESTS[name]
-    stock_url = servers["in front"].engine.url
-    with httpx.Client(base_url=stock_url, timeout=90) as stock, ThreadPoolExecutor(2) as threads:
+    with httpx.Client(base_url=front.engine.url, timeout=90) as stock, ThreadPoolExecutor(2) as threads:
         expected = _ask(stock, request)
         answers = {way: threads.submit(_ask, server.http, request) for way, server in servers.items()}
         found = {way: answer.result() for way, answer in answers.items()}
