@@ -36,6 +36,8 @@ _EVERYTHING = (
     *("--reasoning-parser", "deepseek_v3"),
 )
 _DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}
+_CONNECTIONS = 10
+"""Each is accepted by one of two API server processes."""
 _NO_REUSE = httpx.Limits(max_keepalive_connections=0)
 """Each request has a connection of its own: any API server process may accept it."""
 
@@ -112,6 +114,11 @@ def can_append(url: str) -> bool:
     return all(each["ready"] and each["append"] == "ready" and each["template"] for each in engines)
 
 
+def all_can_append(url: str) -> bool:
+    """Whether every API server process behind a URL can, as far as some connections tell."""
+    return all(can_append(url) for _ in range(_CONNECTIONS))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The start of the engines has a test of its own, which runs first; what kills an engine runs last.
 
@@ -158,7 +165,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
             if way == "in front":
                 flags = ("--store", f"sqlite:///{folder}/front.db", "--watch-interval-s", "0.5")
                 url = stack.enter_context(ServeProcess([url], folder / "front.log", *flags)).url
-            wait_until(lambda url=url: can_append(url), START_TIMEOUT_S)  # type: ignore[misc]
+            wait_until(lambda url=url: all_can_append(url), START_TIMEOUT_S)  # type: ignore[misc]
             client = httpx.Client(base_url=url, timeout=90, limits=_NO_REUSE, trust_env=False)
             made[way] = Server(stack.enter_context(client), engine)
         yield made

@@ -1,8 +1,10 @@
 """What differs between releases of vLLM, on modules that stand for those of each release."""
 
+import os
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from fastapi import FastAPI
@@ -20,16 +22,23 @@ from tokenproxy.engine.versions import (
 )
 
 Modules = dict[str, dict[str, object]]
-_COMMAND = object()
+_COMMAND = SimpleNamespace(name="serve", subparser_init=lambda parsers: parsers.add_parser("serve"))
 _COMMON: Modules = {
     "vllm": {"__version__": "0.99.0"},
     "vllm.plugins": {"ENDPOINT_PLUGINS_GROUP": PLUGIN_GROUP},
     "vllm.entrypoints.cli.serve": {"cmd_init": lambda: [_COMMAND]},
-    "vllm.utils.argparse_utils": {"FlexibleArgumentParser": object},
+    "vllm.utils.argparse_utils": {"FlexibleArgumentParser": ArgumentParser},
     "vllm.logger": {},
 }
-_OLD_STARTUP: Modules = {"vllm.entrypoints.serve.utils.api_utils": {"cli_env_setup": lambda: "old"}}
-_NEW_STARTUP: Modules = {"vllm.entrypoints.common.startup": {"cli_env_setup": lambda: "new"}}
+_STARTUP = "TESTS_STARTUP"
+
+
+def _started(by: str) -> Callable[[], None]:
+    return lambda: os.environ.update({_STARTUP: by})
+
+
+_OLD_STARTUP: Modules = {"vllm.entrypoints.serve.utils.api_utils": {"cli_env_setup": _started("old")}}
+_NEW_STARTUP: Modules = {"vllm.entrypoints.common.startup": {"cli_env_setup": _started("new")}}
 _LOGGING: Modules = {
     "vllm.logger": {"configure_logging_from_args": lambda arguments: f"configured by {arguments}"}
 }
@@ -40,6 +49,7 @@ Install = Callable[[Modules], None]
 def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     """Replaces vLLM, which may be installed, by modules with some attributes."""
     monkeypatch.delenv(RUST_FRONTEND, raising=False)
+    monkeypatch.setenv(_STARTUP, "")
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
 
@@ -70,7 +80,8 @@ def test_the_command_line_of_each_release_is_found(
     install(_COMMON | modules)
     line = command_line(plugin=True)
     assert line.command is _COMMAND
-    assert line.set_environment() == environment  # type: ignore[func-returns-value]
+    assert os.environ[_STARTUP] == environment
+    assert line.parser.parse_args(["serve"]).subparser == "serve"
     assert line.configure_logging("flags") == logging
 
 
@@ -80,6 +91,7 @@ def test_the_command_line_of_each_release_is_found(
         ({"vllm.entrypoints.common.startup": {}}, "there is no `cli_env_setup` in vllm.entrypoints.common"),
         (_NEW_STARTUP | {"vllm.entrypoints.cli.serve": {}}, "there is no `cmd_init`"),
         (_NEW_STARTUP | {"vllm.entrypoints.cli.serve": {"cmd_init": lambda: []}}, "not enough values"),
+        (_NEW_STARTUP | {"vllm.entrypoints.cli.serve": {"cmd_init": lambda: [object()]}}, "subparser_init"),
         (_NEW_STARTUP | {"vllm.plugins": {}}, "there is no `ENDPOINT_PLUGINS_GROUP`"),
         (
             _NEW_STARTUP | {"vllm.plugins": {"ENDPOINT_PLUGINS_GROUP": "vllm.routes"}},
@@ -95,7 +107,7 @@ def test_an_unknown_release_is_refused_with_a_sentence(
         command_line(plugin=True)
     message = str(caught.value)
     assert problem in message
-    assert "inside vLLM 0.99.0" in message
+    assert message.startswith("vLLM 0.99.0 cannot run")
     assert "tokenproxy serve --upstream URL" in message
 
 

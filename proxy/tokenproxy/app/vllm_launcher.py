@@ -59,11 +59,7 @@ def serve(argv: list[str], *, plugin: bool) -> None:
         os.environ["VLLM_PLUGINS"] = allowed_plugins(os.environ.get("VLLM_PLUGINS"), installed_plugins())
     # vLLM reads VLLM_PLUGINS, platform and logging settings at import: import it only after they are set
     line = command_line(plugin=plugin)
-    line.set_environment()
-    parser = line.parser(description="vLLM CLI")
-    subparsers = parser.add_subparsers(required=True, dest="subparser")
-    line.command.subparser_init(subparsers)
-    arguments = parser.parse_args([line.command.name, *argv])
+    arguments = line.parser.parse_args([line.command.name, *argv])
     line.configure_logging(arguments)
     line.command.validate(arguments)
     line.command.cmd(arguments)

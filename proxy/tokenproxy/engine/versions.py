@@ -52,10 +52,8 @@ class RouteTaken(UsageError):
 class CommandLine:
     """The parts of vLLM's command line that run `vllm serve`."""
 
-    set_environment: Callable[[], None]
-    """Sets environment variables, as each command of vLLM does first."""
     parser: Any
-    """The class of its parsers."""
+    """Parses the name of the command and its flags."""
     command: Any
     """The command `serve`."""
     configure_logging: Callable[[Any], object]
@@ -63,7 +61,7 @@ class CommandLine:
 
 
 def command_line(*, plugin: bool) -> CommandLine:
-    """Import the parts of vLLM's command line.
+    """Import the parts of vLLM's command line, and set the environment variables that it sets first.
 
     Args:
         plugin: whether vLLM must load an endpoint plugin.
@@ -85,17 +83,15 @@ def command_line(*, plugin: bool) -> CommandLine:
         if plugin and _attribute("vllm.plugins", "ENDPOINT_PLUGINS_GROUP") != PLUGIN_GROUP:
             raise ImportError(f"it loads no plugins of the group {PLUGIN_GROUP}", name="vllm.plugins")
         [command] = _attribute("vllm.entrypoints.cli.serve", "cmd_init")()
-        return CommandLine(
-            _first(_ENVIRONMENT, "cli_env_setup"),
-            _attribute("vllm.utils.argparse_utils", "FlexibleArgumentParser"),
-            command,
-            _optional("vllm.logger", "configure_logging_from_args"),
-        )
-    except (ImportError, TypeError, ValueError) as error:
+        _first(_ENVIRONMENT, "cli_env_setup")()
+        parser = _attribute("vllm.utils.argparse_utils", "FlexibleArgumentParser")(description="vLLM CLI")
+        command.subparser_init(parser.add_subparsers(required=True, dest="subparser"))
+        return CommandLine(parser, command, _optional("vllm.logger", "configure_logging_from_args"))
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         if isinstance(error, ImportError) and not (error.name or "").startswith("vllm"):
             raise _missing(error) from error  # a library that vLLM needs
         raise UnsupportedVllm(
-            f"tokenproxy cannot run inside vLLM {version}: {error}. Install vLLM {_TESTED}, or start "
+            f"vLLM {version} cannot run the token routes: {error}. Install vLLM {_TESTED}, or start "
             f"this one with `vllm serve` and {_IN_FRONT}"
         ) from error
 
