@@ -27,6 +27,8 @@ ENGINE_PYTHON = "TESTS_ENGINE_PYTHON"
 """The variable that names the interpreter of the engines, whose vLLM may be of another version."""
 ENGINE_WAY = "TESTS_ENGINE_WAY"
 """The variable that names the way to run which alone is tested; unset, both are."""
+ENGINE_LACKS = "TESTS_ENGINE_LACKS"
+"""The variable that names flags, with spaces between them, that the engines' release does not know."""
 BOTH = ("inside", "in front")
 WAYS = tuple(way for way in BOTH if os.environ.get(ENGINE_WAY, way) == way)
 _EVERYTHING = (
@@ -151,7 +153,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
                 start_engine(
                     model,
                     log,
-                    *_EVERYTHING,
+                    *(flag for flag in _EVERYTHING if flag not in os.environ.get(ENGINE_LACKS, "").split()),
                     plugin=inside,
                     api_server_count=2 if inside else 1,
                     environment=_DEVELOPMENT | store,
