@@ -5,7 +5,9 @@ Engine `inside` is vLLM with the plugin and two API server processes. Engine `st
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +22,15 @@ from tests.support.utils import wait_until
 from tokenproxy.demo.checkpoint import ensure_checkpoint
 from tokenproxy.demo.stack import EngineProcess
 
-WAYS = ("inside", "in front")
 START_TIMEOUT_S = 300.0
+ENGINE_PYTHON = "TESTS_ENGINE_PYTHON"
+"""The variable that names the interpreter of the engines, whose vLLM may be of another version."""
+ENGINE_WAY = "TESTS_ENGINE_WAY"
+"""The variable that names the way to run which alone is tested; unset, both are."""
+ENGINE_LACKS = "TESTS_ENGINE_LACKS"
+"""The variable that names flags, with spaces between them, that the engines' release does not know."""
+BOTH = ("inside", "in front")
+WAYS = tuple(way for way in BOTH if os.environ.get(ENGINE_WAY, way) == way)
 _EVERYTHING = (
     "--enable-scale-out",
     "--trust-request-chat-template",
@@ -29,6 +38,8 @@ _EVERYTHING = (
     *("--reasoning-parser", "deepseek_v3"),
 )
 _DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}
+_CONNECTIONS = 10
+"""Each is accepted by one of two API server processes."""
 _NO_REUSE = httpx.Limits(max_keepalive_connections=0)
 """Each request has a connection of its own: any API server process may accept it."""
 
@@ -52,6 +63,7 @@ def start_engine(
             extra_flags=flags,
             extra_environment=environment,
             log_file=log_file,
+            python=os.environ.get(ENGINE_PYTHON, sys.executable),
         )
         stack.callback(engine.stop, progress=quiet)
         engine.start()
@@ -105,8 +117,17 @@ def can_append(url: str, template: bool = True) -> bool:
     return ready and (not template or all(each["template"] for each in engines))
 
 
+def all_can_append(url: str) -> bool:
+    """Whether every API server process behind a URL can, as far as some connections tell."""
+    return all(can_append(url) for _ in range(_CONNECTIONS))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The start of the engines has a test of its own, which runs first; what kills an engine runs last."""
+    """The start of the engines has a test of its own, which runs first; what kills an engine runs last.
+
+    Where only one way is tested, the tests of the other one are left out.
+    """
+    items[:] = [item for item in items if "in front" in WAYS or "front" not in _fixtures(item)]
     items.sort(
         key=lambda item: (
             item.path.name == "test_killed_engine.py",
@@ -115,35 +136,48 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     )
 
 
+def _fixtures(item: pytest.Item) -> list[str]:
+    return getattr(item, "fixturenames", [])
+
+
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
-    """Both ways to run, ready."""
+    """The ways to run, ready."""
     folder = tmp_path_factory.mktemp("engines")
     model = thinking_checkpoint(ensure_checkpoint(progress=quiet), tmp_path_factory.mktemp("thinking"))
-    inside_environment = {**_DEVELOPMENT, "TOKENPROXY_STORE": f"sqlite:///{folder}/inside.db"}
     with ExitStack() as stack:
-        inside = stack.enter_context(
-            start_engine(
-                model,
-                folder / "inside.log",
-                *_EVERYTHING,
-                api_server_count=2,
-                environment=inside_environment,
+        engines = {}
+        for way in WAYS:
+            inside, log = way == "inside", folder / f"{way}.log"
+            store = {"TOKENPROXY_STORE": f"sqlite:///{folder}/inside.db"} if inside else {}
+            engines[way] = stack.enter_context(
+                start_engine(
+                    model,
+                    log,
+                    *(flag for flag in _EVERYTHING if flag not in os.environ.get(ENGINE_LACKS, "").split()),
+                    plugin=inside,
+                    api_server_count=2 if inside else 1,
+                    environment=_DEVELOPMENT | store,
+                )
             )
-        )
-        stock = stack.enter_context(
-            start_engine(model, folder / "stock.log", *_EVERYTHING, plugin=False, environment=_DEVELOPMENT)
-        )
-        for engine in (inside, stock):
+        for engine in engines.values():
             engine.wait_ready(START_TIMEOUT_S, progress=quiet)
-        flags: Sequence[str] = ("--store", f"sqlite:///{folder}/front.db", "--watch-interval-s", "0.5")
-        front = stack.enter_context(ServeProcess([stock.url], folder / "front.log", *flags))
         made = {}
-        for way, url, engine in zip(WAYS, (inside.url, front.url), (inside, stock), strict=True):
-            wait_until(lambda url=url: can_append(url), START_TIMEOUT_S)  # type: ignore[misc]
+        for way, engine in engines.items():
+            url = engine.url
+            if way == "in front":
+                flags = ("--store", f"sqlite:///{folder}/front.db", "--watch-interval-s", "0.5")
+                url = stack.enter_context(ServeProcess([url], folder / "front.log", *flags)).url
+            wait_until(lambda url=url: all_can_append(url), START_TIMEOUT_S)  # type: ignore[misc]
             client = httpx.Client(base_url=url, timeout=90, limits=_NO_REUSE, trust_env=False)
             made[way] = Server(stack.enter_context(client), engine)
         yield made
+
+
+@pytest.fixture
+def front(servers: dict[str, Server]) -> Server:
+    """The proxy in front of the stock engine; a test that needs it is left out where there is none."""
+    return servers["in front"]
 
 
 @pytest.fixture(params=WAYS)

@@ -59,6 +59,8 @@ class Seen:
     prompt_ids: list[int] | None = None
     """The engine's echo; None where the format has no ids."""
     ids: list[int] = field(default_factory=list)
+    sent: list[int] | None = None
+    """The prompt as the client gave it; None where it gave messages."""
 
 
 class Conversation(ABC):
@@ -188,18 +190,25 @@ class Completions(Conversation):
     _first = range(1000, 1012)
     _appended: ClassVar[list[int]] = [198, 1, 4093, 198]
 
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._sent: list[int] = []
+        """The last prompt: an engine may echo none, as generate does up to vLLM 0.29."""
+
     def prompt(self) -> list[int]:
         """The ids of the next turn. The first begin with the name's, so that no other prompt has them."""
         if not self.seen:
-            return [*(1000 + letter for letter in self.name.encode()), *self._first]
-        last = self.seen[-1]
-        return [*(last.prompt_ids or []), *last.ids, *self._appended]
+            self._sent = [*(1000 + letter for letter in self.name.encode()), *self._first]
+        else:
+            self._sent = [*self._sent, *self.seen[-1].ids, *self._appended]
+        return self._sent
 
     def body(self, turn: int) -> Fields:
         usage = {"stream_options": {"include_usage": True}} if turn != 2 else {}
         return {"prompt": self.prompt(), "max_tokens": TURN_TOKENS, "return_token_ids": True, **usage}
 
     def read(self, events: Sequence[Fields], seen: Seen) -> None:
+        seen.sent = self._sent
         for event in events:
             _take(seen, event)
 

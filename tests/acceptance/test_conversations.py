@@ -51,7 +51,9 @@ def test_every_follow_up_is_exact(
     ):
         assert seen.prompt_tokens in (None, len(prompt))
         assert seen.completion_tokens in (None, len(sampled))
-        assert (seen.prompt_ids or seen.prompt_tokens) is not None
+        assert (seen.prompt_ids or seen.prompt_tokens or seen.sent) is not None
+        if seen.sent is not None:
+            assert (seen.sent, seen.ids) == (prompt, sampled)
         if seen.prompt_ids is not None:
             assert (seen.prompt_ids, seen.ids) == (prompt, sampled)
         if conversation.has_headers:

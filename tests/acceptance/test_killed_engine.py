@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from uuid import uuid4
 
@@ -17,9 +16,8 @@ from tests.support.utils import wait_until
 _LONG: Fields = {"model": MODEL, "max_tokens": 3000, "ignore_eos": True}
 
 
-def test_requests_of_a_killed_engine_end_with_an_error(servers: Mapping[str, Server]) -> None:
-    server = servers["in front"]
-    http = server.http
+def test_requests_of_a_killed_engine_end_with_an_error(front: Server) -> None:
+    http = front.http
     session = {"x-session-id": f"killed-{uuid4().hex}"}
     short = {**_LONG, "messages": [user("Hi.")], "max_tokens": 2}
     assert http.post(CHAT, json=short, headers=session).status_code == 200
@@ -34,9 +32,9 @@ def test_requests_of_a_killed_engine_end_with_an_error(servers: Mapping[str, Ser
     with ThreadPoolExecutor(2) as threads:
         streamed = threads.submit(read)
         whole = threads.submit(http.post, CHAT, json={**_LONG, "messages": [user("Count on.")]})
-        wait_until(lambda: len(events) > 3 and running(server.engine) == 2, 90)
-        assert server.engine.pid is not None
-        os.killpg(server.engine.pid, signal.SIGKILL)
+        wait_until(lambda: len(events) > 3 and running(front.engine) == 2, 90)
+        assert front.engine.pid is not None
+        os.killpg(front.engine.pid, signal.SIGKILL)
         streamed.result()
         answer: httpx.Response = whole.result()
     assert events[-1]["error"]["message"]

@@ -22,6 +22,7 @@ from tokenproxy.app.vllm_plugin import TokenProxyPlugin
 from tokenproxy.base.errors import EngineUnavailable
 from tokenproxy.base.http import BytesResponse, json_response
 from tokenproxy.base.http import Request as ProxyRequest
+from tokenproxy.engine.versions import RouteTaken
 from tokenproxy.record.store import StoreError
 
 _TOKENS = "/v1/chat/completions/tokens"
@@ -92,6 +93,22 @@ def test_pages_of_other_origins_reach_no_recorded_data(inside: httpx.Client) -> 
     for path, status in (("/v1/sessions", 403), ("/v1/chat/completions", 200)):
         body = b'{"messages": [{"role": "user", "content": "Hi"}]}'
         assert inside.post(path, content=body, headers=headers).status_code == status
+
+
+def test_its_routes_answer_before_those_of_vllm_on_every_release(inside: httpx.Client) -> None:
+    """The host appends them behind its own, as vLLM did up to 0.31."""
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    answer = inside.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.headers["x-prompt-source"]) == (200, "rendered")
+
+
+async def test_it_refuses_to_start_where_another_plugin_takes_a_route(server: Server) -> None:
+    async def chat() -> None: ...
+
+    server.app.add_api_route("/v1/chat/completions", chat, methods=["POST"])
+    server.app.router.routes.insert(0, server.app.router.routes.pop())
+    with pytest.raises(RouteTaken, match="POST /v1/chat/completions"):
+        await server.plugin.init_state(object(), server.app.state, server.args)
 
 
 def test_while_the_engine_starts(tiny_model: TinyModel) -> None:
@@ -173,7 +190,7 @@ def test_aliases_do_not_replace_vllms_own_routes(tiny_model: TinyModel) -> None:
 
     TokenProxyPlugin(CollectorRegistry()).attach_router(app)
     paths = [route.path for route in app.routes if isinstance(route, APIRoute)]
-    assert paths.count("/v1/chat/completions") == 2  # of one path, vLLM lets the plugin's win
+    assert paths.count("/v1/chat/completions") == 1  # of one path, the plugin's wins
     with run_server(app) as url, httpx.Client(base_url=url, trust_env=False) as client:
         assert client.post("/chat/completions").json() == client.get("/sessions/s").json() == "own"
         assert client.get("/sessions/s/reward").json() != "own"

@@ -13,7 +13,7 @@ import httpx
 from aiohttp import web
 
 from tests.support.fake_vllm import FakeVllm, Seen
-from tests.support.fake_wire import Reply, data_of
+from tests.support.fake_wire import Reply, data_of, error_body
 from tests.support.tiny_model import TinyModel
 
 _STEP_S = 0.002
@@ -60,6 +60,10 @@ class FakeTrained(FakeVllm):
         self.adapters: set[str] = set()
         self.refuses: dict[str, int] = {}
         """Status that is answered to calls of a path, without doing anything."""
+        self.refuses_while_paused = False
+        """Whether it refuses new requests in a pause that keeps none, as vLLM does from 0.33 on."""
+        self.refused = 0
+        """Number of requests that it refused so."""
         self.waits_at: int | None = None
         """Number of ids after which each turn waits for other weights."""
         self.sampled: defaultdict[str, list[str]] = defaultdict(list)
@@ -68,6 +72,13 @@ class FakeTrained(FakeVllm):
     async def _answer(self, request: web.Request, seen: Seen) -> web.StreamResponse:
         if seen.path in self.refuses:
             return web.json_response({"error": "refused"}, status=self.refuses[seen.path])
+        if (
+            self.refuses_while_paused
+            and self.paused in ("abort", "wait")
+            and seen.path.startswith("/v1/chat")
+        ):
+            self.refused += 1
+            return _refusal(streams=bool(seen.json.get("stream")))
         answer = self._control(request, seen) or self._adapter(seen) or await self._transfer(seen)
         if answer is None:
             return await super()._answer(request, seen)
@@ -171,6 +182,15 @@ class FakeTrained(FakeVllm):
             await asyncio.sleep(_STEP_S)
         if session:
             self.sampled[session].append(self.weights)
+
+
+def _refusal(*, streams: bool) -> web.Response:
+    """The answer to a request in a pause; that to a stream was begun before the engine refused."""
+    message = "Generation is paused. Please retry after it resumes."
+    body = error_body(message, "ServiceUnavailableError", None, 503)
+    if streams:
+        return web.Response(body=b"data: " + body + b"\n\ndata: [DONE]\n\n", content_type="text/event-stream")
+    return web.Response(body=body, status=503, content_type="application/json")
 
 
 def _ids_of(event: bytes) -> list[int]:

@@ -33,6 +33,7 @@ from tests.support.fake_wire import (
     data_of,
     error_body,
     event_of,
+    label_weights,
     tools_as_rendered,
 )
 from tests.support.tiny_model import HI, TinyModel
@@ -110,6 +111,8 @@ class FakeVllm(FakeServer):
         self.names = ["tiny", "adapter"]
         self.rendered_fields: tuple[str, ...] = ()
         """Request fields that its rendering prints, as some of vLLM's renderers do."""
+        self.weight_versions: list[dict[str, Any]] | None = None
+        """The spans that each choice reports if asked to, as vLLM 0.33 does; None for an earlier release."""
         self.healthy = True
         self.replies: deque[Reply] = deque()
         """Scripts for the next generations, which then go as `usual`."""
@@ -211,6 +214,9 @@ class FakeVllm(FakeServer):
             return respond(reply.error)
         whole, chunks = formats
         made = (chunks if body.get("stream") else whole)(self.model, scripts or reply, prompt, body)
+        if self.weight_versions is not None and body.get("return_weight_versions"):
+            made = list(made) if body.get("stream") else made
+            label_weights(made if isinstance(made, list) else [made], self.weight_versions)
         if body.get("stream"):
             return await self._finish(request, reply, [*map(event_of, made), b"data: [DONE]\n\n"])
         return await self._finish(request, reply, [json.dumps(made).encode()], "application/json")

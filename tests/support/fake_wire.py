@@ -189,6 +189,13 @@ def first_delta(reply: Reply) -> dict[str, Any]:
     return {**reply.message, **numbered}
 
 
+def label_weights(made: Sequence[dict[str, Any]], spans: list[dict[str, Any]]) -> None:
+    """Add the spans of the weights to each choice that ends in a completion or in its chunks."""
+    for choice in (choice for part in made for choice in part["choices"]):
+        if choice["finish_reason"] is not None:
+            choice["weight_versions"] = spans
+
+
 def event_of(value: object) -> bytes:
     """A server-sent event."""
     return b"data: " + json.dumps(value).encode() + b"\n\n"

@@ -2,7 +2,8 @@ import os
 
 import pytest
 
-from tokenproxy.app.vllm_launcher import PLUGIN, VllmMissing, allowed_plugins, installed_plugins, serve
+from tokenproxy.app.vllm_launcher import PLUGIN, allowed_plugins, installed_plugins, serve
+from tokenproxy.engine.versions import VllmMissing
 
 
 @pytest.mark.parametrize(

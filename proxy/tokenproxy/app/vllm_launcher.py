@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from importlib.metadata import entry_points
 
-from tokenproxy.base.errors import UsageError
+from tokenproxy.engine.versions import command_line
 
 PLUGIN = "tokenproxy"
 _GROUPS = (
@@ -17,10 +17,6 @@ _GROUPS = (
     "vllm.io_processor_plugins",
     "vllm.stat_logger_plugins",
 )
-
-
-class VllmMissing(UsageError):
-    """vLLM is not installed; the message names what to install."""
 
 
 def allowed_plugins(current: str | None, installed: Iterable[str]) -> str:
@@ -56,30 +52,17 @@ def serve(argv: list[str], *, plugin: bool) -> None:
 
     Raises:
         VllmMissing: vLLM is not installed.
+        UnsupportedVllm: this vLLM, or its Rust frontend, cannot run the plugin.
         SystemExit: from the argument parser, or on SIGTERM and SIGINT.
     """
     if plugin:
         os.environ["VLLM_PLUGINS"] = allowed_plugins(os.environ.get("VLLM_PLUGINS"), installed_plugins())
     # vLLM reads VLLM_PLUGINS, platform and logging settings at import: import it only after they are set
-    try:
-        from vllm.entrypoints.cli.serve import cmd_init
-        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-        from vllm.logger import configure_logging_from_args
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
-    except ModuleNotFoundError as error:
-        raise VllmMissing(
-            f"vLLM cannot be imported ({error}): pip install 'tokenproxy[vllm]' on a machine with a GPU, "
-            "or `make install` in a clone for the CPU build"
-        ) from error
-    cli_env_setup()
-    parser = FlexibleArgumentParser(description="vLLM CLI")
-    subparsers = parser.add_subparsers(required=True, dest="subparser")
-    [command] = cmd_init()
-    command.subparser_init(subparsers)
-    arguments = parser.parse_args([command.name, *argv])
-    configure_logging_from_args(arguments)
-    command.validate(arguments)
-    command.cmd(arguments)
+    line = command_line(plugin=plugin)
+    arguments = line.parser.parse_args([line.command.name, *argv])
+    line.configure_logging(arguments)
+    line.command.validate(arguments)
+    line.command.cmd(arguments)
 
 
 if __name__ == "__main__":

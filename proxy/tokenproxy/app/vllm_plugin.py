@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tokenproxy.base.request import EngineRoute
 from tokenproxy.base.types import Scope
 from tokenproxy.engine.inprocess import InProcessEngine, inner_app
 from tokenproxy.engine.monitored import MonitoredEngine
+from tokenproxy.engine.versions import check_first, put_first
 from tokenproxy.fleet.fleet import Fleet
 from tokenproxy.fleet.replica import Replica
 from tokenproxy.fleet.tokenizers import Tokenizers
@@ -61,9 +63,11 @@ class TokenProxyPlugin:
         self._observer: Observer | None = None
         self._services: Services | None = None
         self._opened = AsyncExitStack()
+        self._check_routes: Callable[[], None]
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes to vLLM's own. Where paths are equal, the plugin's route replaces vLLM's."""
+        theirs = list(app.router.routes)
         self._observer = Observer(Metrics(self._registry))
         self._engine = MonitoredEngine(InProcessEngine(inner_app(app)), self._observer.metrics)
         # Turns and sessions are guarded wherever inference is. vLLM's --api-key guards paths that begin with
@@ -79,6 +83,9 @@ class TokenProxyPlugin:
             # vLLM's own route then answers that it is disabled
             disabled=() if _serves_generate(app) else (EngineRoute.GENERATE,),
         )
+        added = [route for route in app.router.routes if route not in theirs]
+        put_first(app, added)
+        self._check_routes = partial(check_first, app, added)
         _close_at_shutdown(app, self.aclose)
 
     async def aclose(self) -> None:
@@ -90,8 +97,13 @@ class TokenProxyPlugin:
             log.exception("tokenproxy could not be closed in order")
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Open the store and start to ask the engine what it can do; called when it is up."""
+        """Open the store and start to ask the engine what it can do; called when it is up.
+
+        Raises:
+            RouteTaken: another handler answers for one of the routes.
+        """
         assert self._engine is not None and self._observer is not None  # vLLM calls attach_router before it
+        self._check_routes()
         _show_log()
         # not earlier: with --otlp-traces-endpoint vLLM has made its tracer provider by now
         self._observer.tracing = make_tracing()

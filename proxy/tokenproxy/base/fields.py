@@ -105,7 +105,7 @@ def read(fields: Mapping[str, msgspec.Raw], name: str, kind: type[T]) -> T | Non
         raise BadRequest(f"`{name}`: {error}", param=name) from error
 
 
-def flag(fields: Fields, name: str) -> bool:
+def flag(fields: Mapping[str, msgspec.Raw], name: str) -> bool:
     """Whether a field has a value that an engine reads as true."""
     return raw_value(fields, name) not in (None, b"false", b"0")
 

@@ -70,6 +70,7 @@ class EngineProcess:
         extra_flags: Sequence[str] = (),
         extra_environment: Mapping[str, str] | None = None,
         log_file: Path | None = None,
+        python: str = sys.executable,
     ) -> None:
         """Configure a server without starting it.
 
@@ -82,6 +83,7 @@ class EngineProcess:
             extra_flags: flags of `vllm serve`; they override `STANDARD_FLAGS`.
             extra_environment: variables that override this process's and the standard ones.
             log_file: file for the output; None writes to a temporary file that `stop` removes.
+            python: interpreter that has vLLM and this package.
         """
         self._model = model
         self._host = host
@@ -92,6 +94,7 @@ class EngineProcess:
         self._extra_environment = dict(extra_environment or {})
         self._log_file = log_file
         self._keeps_log = log_file is not None
+        self._python = python
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -212,7 +215,7 @@ class EngineProcess:
     def _command(self) -> list[str]:
         module = ["tokenproxy", "vllm"] if self._plugin else ["tokenproxy.app.vllm_launcher"]
         return [
-            *(sys.executable, "-m", *module, str(self._model)),
+            *(self._python, "-m", *module, str(self._model)),
             *("--host", self._host, "--port", str(self._port)),
             *("--api-server-count", str(self._api_server_count)),
             *STANDARD_FLAGS,

@@ -63,6 +63,8 @@ class Capabilities:
     """Its `--logprobs-mode`; empty if unknown."""
     images: EngineImages | None = None
     """How to send it images with exact ids; None if it takes none."""
+    weight_versions: bool = False
+    """Whether its choices tell on request which weights sampled each id, as those of vLLM from 0.33 on do."""
 
     def require_token_in(self) -> TokenIn:
         """How to send the engine an exact prompt.
@@ -98,11 +100,16 @@ async def discover(engine: Engine) -> Capabilities:
     elif await _takes_ids_in_generate(engine):
         token_in = GenerateTokenIn()
     names = tuple(model.name for model in models)
-    version, rendered_fields, mode, images = await asyncio.gather(
-        _version(engine), find_rendered_fields(engine), _logprobs_mode(engine), find_images(engine)
+    version, rendered_fields, mode, images, weight_versions = await asyncio.gather(
+        _version(engine),
+        find_rendered_fields(engine),
+        _logprobs_mode(engine),
+        find_images(engine),
+        _tells_weight_versions(engine),
     )
+    model = models[0] if models else None
     return Capabilities(
-        version, models[0] if models else None, names, token_in, rendered_fields, mode, images
+        version, model, names, token_in, rendered_fields, mode, images, weight_versions=weight_versions
     )
 
 
@@ -180,6 +187,19 @@ async def _logprobs_mode(engine: Engine) -> str:
     model = config.get("model_config") if isinstance(config, dict) else None
     mode = model.get("logprobs_mode") if isinstance(model, dict) else None
     return mode if isinstance(mode, str) else ""
+
+
+async def _tells_weight_versions(engine: Engine) -> bool:
+    """Whether a choice tells which weights sampled its ids; other releases ignore the request for it."""
+    request = {
+        "messages": [{"role": "user", "content": "."}],
+        "max_tokens": 1,
+        "return_weight_versions": True,
+    }
+    status, body = await examine(engine, json_request(CHAT_PATH, request))
+    choices = _json(body).get("choices") if status == 200 else None
+    first = choices[0] if isinstance(choices, list) and choices else None
+    return isinstance(first, dict) and bool(first.get("weight_versions"))
 
 
 async def _takes_ids_in_chat(engine: Engine) -> bool:

@@ -13,38 +13,27 @@ from urllib.parse import unquote
 from tokenproxy.base.errors import EngineBroken
 from tokenproxy.base.http import Request, Response
 from tokenproxy.base.types import ASGIApp, Headers, Message, Scope
+from tokenproxy.engine.versions import scale_out_routes
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-    from starlette.routing import BaseRoute
 
 _QUEUED_CHUNKS = 64
 
 
 def inner_app(app: "FastAPI") -> "FastAPI":
-    """An application with the routes that vLLM has registered so far, which shares vLLM's state."""
+    """An application with the routes that vLLM has registered so far, which shares vLLM's state.
+
+    It has the routes for scaling out too, whether or not clients may use them: only the proxy reaches it.
+    """
     from fastapi import FastAPI
 
     inner = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    inner.router.routes[:] = [*_scale_out_routes(), *app.router.routes]
+    inner.router.routes[:] = [*scale_out_routes(), *app.router.routes]
     inner.state = app.state
     # vLLM registers its handlers after the plugins ran: share the mapping, a copy would miss them
     inner.exception_handlers = app.exception_handlers
     return inner
-
-
-def _scale_out_routes() -> "list[BaseRoute]":
-    """vLLM's render, generate and derender routes, which its application has with --enable-scale-out only.
-
-    vLLM creates what serves them in any case. Here only the proxy reaches them.
-    """
-    try:
-        from vllm.entrypoints.scale_out.derender.api_router import router as derender
-        from vllm.entrypoints.scale_out.render.api_router import router as render
-        from vllm.entrypoints.scale_out.token_in_token_out.api_router import router as generate
-    except ImportError:  # another version of vLLM
-        return []
-    return [*render.routes, *derender.routes, *generate.routes]
 
 
 class InProcessEngine:

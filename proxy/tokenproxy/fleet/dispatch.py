@@ -5,7 +5,9 @@
    the whole of another completion. After a failure until then the request runs at most once more.
 3. A completion that gets a 404 runs once more, too: the replica may lack the adapter. A 404 comes at once, so
    that such a replica would look idle and get ever more requests: see `Replica.lacks`.
-4. A request under which an engine died runs once more only if others ran there too: see `Suspects`.
+4. A completion that an engine refuses because it is paused waits until the engine is resumed, and is sent
+   again: it never ran. Where another replica is not paused, it runs there.
+5. A request under which an engine died runs once more only if others ran there too: see `Suspects`.
 """
 
 import asyncio
@@ -22,6 +24,7 @@ from tokenproxy.base.http import BytesResponse, Response, is_event_stream
 from tokenproxy.engine.sse import whole_events
 from tokenproxy.fleet.choosing import Routing
 from tokenproxy.fleet.replica import Replica
+from tokenproxy.monitoring.exchange import queued
 
 if TYPE_CHECKING:
     from tokenproxy.fleet.fleet import Fleet
@@ -38,6 +41,9 @@ _TAIL = 4096
 """Bytes at the end of a body in which its usage is looked for."""
 _BAD_STATUSES = frozenset({500, 502, 503, 504})
 """Answers that another replica may do better."""
+_PAUSED_STATUS = 503
+_PAUSED = b"Generation is paused"
+"""In the error with which vLLM refuses requests while it is paused; from 0.33 on, unless it keeps them."""
 
 
 @dataclass(slots=True)
@@ -91,6 +97,7 @@ async def dispatch(fleet: "Fleet", routing: Routing, work: Work) -> Response:
     bad: tuple[Replica, Response] | None = None
     tried: list[Replica] = []
     may_rerun = routing.repeatable
+    hold_until = fleet.clock() + fleet.weights.timeout_s
     run: Run | None = await fleet.acquire(routing)
     while run is not None:
         replica = run.replica
@@ -112,6 +119,11 @@ async def dispatch(fleet: "Fleet", routing: Routing, work: Work) -> Response:
                 raise
             may_rerun = False
         else:
+            if _says_paused(response) and fleet.clock() < hold_until:
+                run = None if fleet.weights.suspension.active else fleet.next_run(routing, tried)
+                if run is None:
+                    tried, run = [], await _acquire_after_pause(fleet, replica, routing, hold_until)
+                continue
             lacks_model = response.status == 404 and routing.completion
             if not lacks_model and response.status not in _BAD_STATUSES:
                 if bad is not None:
@@ -124,6 +136,20 @@ async def dispatch(fleet: "Fleet", routing: Routing, work: Work) -> Response:
     if bad is not None:
         return bad[1]
     raise fleet.nothing_responds() if error is None or isinstance(error, EngineUnavailable) else error
+
+
+def _says_paused(response: Response) -> bool:
+    """Whether an engine refused a request only because it is paused."""
+    return (
+        isinstance(response, BytesResponse) and response.status == _PAUSED_STATUS and _PAUSED in response.body
+    )
+
+
+async def _acquire_after_pause(fleet: "Fleet", replica: Replica, routing: Routing, until: float) -> "Run":
+    """Count a request as running again, after the pause of the replica that refused it, or at `until`."""
+    with queued():
+        await fleet.weights.pause_ended(replica, until)
+    return await fleet.acquire(routing)
 
 
 def completion_ids(body: bytes) -> int | None:
@@ -173,7 +199,7 @@ class Run:
             raise
         replica.load.answered(lease)
         if isinstance(begun, BytesResponse):
-            if begun.status in _BAD_STATUSES:
+            if begun.status in _BAD_STATUSES and not _says_paused(begun):
                 replica.note_loss()  # its engine may be dying: see `survived`
             else:
                 replica.breaker.succeeded()

@@ -32,6 +32,10 @@ _TICK_S = 0.25
 _PAUSED_TICK_S = 0.05
 """Seconds between two reads of the state while the fleet is paused. Each read notes the positions of the
 streams, which must be current when the replicas resume."""
+_RESUMED_TICK_S = 0.25
+"""Seconds between two questions to a replica that somebody else paused, while requests wait for it."""
+_SILENT_S = 1.0
+"""Seconds before a request is sent again to a paused replica that does not tell whether it is."""
 _MARGIN_S = 30.0
 """An update fails if nothing happens in it for this much longer than a call may take."""
 
@@ -210,6 +214,18 @@ class Weights:
             replica.load.shift(0.0)
             return True
         return False
+
+    async def pause_ended(self, replica: Replica, until: float) -> None:
+        """Wait until a replica is not paused any more, or for a second if it does not say; at most `until`.
+
+        It may have been paused by somebody else, so that the state of the fleet does not tell.
+        """
+        paused: bool | None = True
+        while paused and self._clock() < until:
+            await asyncio.sleep(_RESUMED_TICK_S)
+            paused = await self._is_paused(replica)
+        if paused is None:
+            await asyncio.sleep(_SILENT_S)
 
     def _learn(self, new: FleetState) -> None:
         """Adopt what another process changed."""

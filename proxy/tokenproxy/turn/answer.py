@@ -33,6 +33,7 @@ _IDS_IN_CHOICE = {
     EngineRoute.GENERATE: (),
 }
 """The fields of a choice that hold ids which clients may request; generate always returns the sampled ids."""
+_WEIGHTS, _QUOTED_WEIGHTS = "weight_versions", b'"weight_versions"'
 _OF_PROMPT = (_PROMPT, "mm_placeholders")
 """Fields of a response of generate that `return_token_ids` requests."""
 _TOKEN_ID, _TOKEN = re.compile(rb'"token_id":\s*(\d+)'), re.compile(rb'"token":\s*"token_id:(\d+)"')
@@ -50,6 +51,8 @@ class Answer(ABC):
     """Whether it needs the tokens of log-probabilities."""
     turn_id = ""
     """The id of the turn, set before anything is read; empty for a turn that is not recorded."""
+    hides_weights = False
+    """Whether choices report weights that only the proxy asked for; set before anything is read."""
 
     @abstractmethod
     def whole(self, parsed: parsing.Parsed, body: bytes, read: Completion) -> bytes:
@@ -97,7 +100,7 @@ class Redactor(StreamedAnswer):
     def whole(self, parsed: parsing.Parsed, body: bytes, read: Completion) -> bytes:
         """See `Answer.whole`."""
         visible = self._visible
-        if visible.everything and not visible.on_messages:
+        if visible.everything and not visible.on_messages and not self._holds_hidden_weights(body):
             return self._with_both_names(body)
         fields = _decoded(parsed.cut)
         choices = _choices(fields)
@@ -112,7 +115,7 @@ class Redactor(StreamedAnswer):
 
     def event(self, event: bytes, usual: UsualChunk | None, read: Piece | parsing.Parsed) -> bytes | None:
         """See `StreamedAnswer.event`. Raises EngineBroken if its data is not a JSON object."""
-        if self._visible.every_chunk:
+        if self._visible.every_chunk and not self._holds_hidden_weights(event):
             return self._with_both_names(event)
         if usual is not None and (redacted := usual.redacted(self._visible)) is not None:
             return redacted
@@ -137,6 +140,9 @@ class Redactor(StreamedAnswer):
     def end(self) -> bytes:
         """See `StreamedAnswer.end`."""
         return data_event(DONE)
+
+    def _holds_hidden_weights(self, body: bytes) -> bool:
+        return self.hides_weights and _QUOTED_WEIGHTS in body
 
     def _shows(self, choices: list[Any]) -> bool:
         """Whether a chunk holds anything that the client requested."""
@@ -172,6 +178,8 @@ class Redactor(StreamedAnswer):
             elif cut.logprobs is not None:
                 marked = bytes(choice["logprobs"])
                 choice["logprobs"] = msgspec.Raw(marked.replace(LOGPROBS_MARK, cut.logprobs, 1))
+            if self.hides_weights and _WEIGHTS in choice:
+                choice[_WEIGHTS] = _NULL
             if not self._visible.reasoning:
                 _hide_reasoning(choice)
         return self._with_both_names(msgspec.json.encode({**fields, "choices": choices}))

@@ -11,7 +11,7 @@ from time import time
 import msgspec
 
 from tokenproxy.base.errors import Unavailable
-from tokenproxy.base.fields import join, raw, raw_value, read, stream_options
+from tokenproxy.base.fields import flag, join, raw, raw_value, read, stream_options
 from tokenproxy.base.http import Request, Response
 from tokenproxy.base.request import ChatRequest, EngineRoute
 from tokenproxy.base.types import Fields, Headers
@@ -36,6 +36,7 @@ from tokenproxy.turn.services import Services
 _IMAGE_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs")
 """Fields that change what a model's processor makes of an image."""
 _BAD_REQUEST = 400
+_ASKS_WEIGHTS = "return_weight_versions"
 _PROMPT_FIELDS: Mapping[str, str] = {EngineRoute.COMPLETIONS: "prompt", EngineRoute.GENERATE: "token_ids"}
 _SESSION_HEADER = b"x-session-id"
 _TRUE = msgspec.Raw(b"true")
@@ -56,6 +57,8 @@ class PlannedTurn:
     """Only after it was sent."""
     tag: WeightTag = field(init=False)
     """The versions of the weights that sample it; only after it was sent."""
+    hides_weights: bool = field(init=False, default=False)
+    """Whether the engine was asked which weights sampled its ids, and not by the client."""
 
     async def send(self, replica: Replica) -> Response:
         """Send the turn to a replica.
@@ -73,6 +76,9 @@ class PlannedTurn:
         fields = _request_for_engine(request, evidence=recorded or request.visible.on_messages)
         if services.settings.cache_salt_by_version and replica.weight_version is not None:
             fields.setdefault("cache_salt", raw(replica.weight_version))
+        self.hides_weights = recorded and self._asks_weights(replica)
+        if self.hides_weights:
+            fields[_ASKS_WEIGHTS] = _TRUE
         headers, route = _headers(request, plan), request.engine_route
         if plan.prompt and route is EngineRoute.CHAT:
             response = await self._send_ids(replica, fields, headers)
@@ -100,6 +106,17 @@ class PlannedTurn:
         name = given.field if given else "messages"
         completion = TokenRequest(prompt, fields, headers, name, single, [each.image for each in images])
         return await token_in.complete(replica.engine, completion)
+
+    def _asks_weights(self, replica: Replica) -> bool:
+        """Whether the proxy asks an engine which weights sample the ids, because its client does not."""
+        capabilities, request = replica.capabilities, self.request
+        tells = capabilities is not None and capabilities.weight_versions
+        # generate tells it in any case
+        return (
+            tells
+            and request.engine_route is not EngineRoute.GENERATE
+            and not flag(request.fields, _ASKS_WEIGHTS)
+        )
 
     async def add_weights(self, completion: Completion) -> None:
         """Add the versions of the weights to choices that ended, unless the engine reported them."""

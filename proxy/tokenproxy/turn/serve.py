@@ -68,6 +68,7 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
             await attempt.fail(response.status)
             return BytesResponse(response.status, response.headers, await response.read())
 
+        answer.hides_weights = turn.hides_weights
         if plan.placement.conversation is not None:
             answer.turn_id = plan.placement.turn_id
         if is_event_stream(response.headers) and isinstance(answer, StreamedAnswer):

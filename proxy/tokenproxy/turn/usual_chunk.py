@@ -51,7 +51,8 @@ _match = re.compile(
     + rb'%b)\},"logprobs":)' % _ARGUMENTS
     + rb'(null|\{"content":\[(?:%b)?+\]\})' % _LOGPROBS
     + rb'(,"finish_reason":null(?:,"stop_reason":null)?+,"token_ids":)(%b)(\}\])' % _NATURALS
-    + rb'(,"usage":(\{%b\}))\}\n\n' % _list(_COUNTS)
+    + rb'(,"usage":(\{%b\}))' % _list(_COUNTS)
+    + rb'((?:,"kv_transfer_params":null)?+)\}\n\n'  # which 0.33 adds
 ).fullmatch
 _decode_text = msgspec.json.Decoder(str).decode
 _MAX_IDS_BYTES = len("[123456789]")
@@ -90,7 +91,7 @@ class UsualChunk:
 
     def piece(self) -> Piece | None:
         """What was sampled; None if it is not one id with text and a log-probability, and nothing else."""
-        _, index, field, text, logprobs, number, more, _, ids, _, _, usage = self._groups
+        _, index, field, text, logprobs, number, more, _, ids, _, _, usage, _ = self._groups
         if (
             field is None
             or number is None
@@ -108,7 +109,7 @@ class UsualChunk:
 
     def redacted(self, visible: Visible) -> bytes | None:
         """An event of the fields that the client requested; None if its reasoning is to be hidden."""
-        head, _, field, _, logprobs, _, _, middle, ids, end, usage, _ = self._groups
+        head, _, field, _, logprobs, _, _, middle, ids, end, usage, _, transfer = self._groups
         if field != b"content" and not visible.reasoning:
             return None
         return b"".join(
@@ -119,6 +120,7 @@ class UsualChunk:
                 ids if visible.ids else NULL,
                 end,
                 usage if visible.running_usage else b"",
+                transfer,
                 b"}\n\n",
             )
         )

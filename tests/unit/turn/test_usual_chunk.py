@@ -78,6 +78,7 @@ def _check(data: bytes) -> None:
             assert _outcome(redactor, data, parse=False) == _outcome(redactor, data, parse=True)
 
 
+@pytest.mark.parametrize("of_0_33", [{}, {"kv_transfer_params": None}], ids=["up to 0.32", "0.33"])
 @pytest.mark.parametrize(
     "fields",
     [
@@ -92,11 +93,11 @@ def _check(data: bytes) -> None:
         {"delta": {"content": 'é\U0001f600"\\/\n\t\x01,"token_ids":[1],"logprobs":{}}],"usage":{}'}},
     ],
 )
-def test_the_chunks_of_vllm_are_cut(fields: Body) -> None:
+def test_the_chunks_of_vllm_are_cut(fields: Body, of_0_33: Body) -> None:
     order = ("index", "delta", "logprobs", "finish_reason", "stop_reason", "token_ids")
     choice = _choice(**fields)
     ordered = {name: choice[name] for name in order if name in choice}
-    data = json.dumps(_chunk(ordered), separators=(",", ":"), ensure_ascii=False).encode()
+    data = json.dumps(_chunk(ordered, **of_0_33), separators=(",", ":"), ensure_ascii=False).encode()
     assert _cut(data) is not None
     _check(data)
 
