@@ -44,6 +44,11 @@ class AddedTokens:
         match = self._pattern.match(text, position)
         return self._ids[match.group()] if match else None
 
+    def id_at_end(self, text: str) -> int | None:
+        """The id of the added token that ends a text; None if there is none."""
+        ends = [token for token in self._ids if text.endswith(token)]
+        return self._ids[max(ends, key=len)] if ends else None
+
     def text(self, number: int) -> str:
         """The text of an added token; empty for other ids."""
         return self._texts.get(number, "")

@@ -19,6 +19,8 @@ AppendedIds = tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...]]
 """The ids that close a turn, the ids after them, and notes: the fields of `Appended`."""
 _CONTEXTS = ("\n", "a", ".")
 """Texts to encode another text after, of which one mostly does not merge with it."""
+_START = 32
+"""As many characters of a text are encoded after each of them, to see whether its ids depend on them."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +118,13 @@ def cut_tail(turn_tail: TurnTail, last_id: int, last_text: str, *, stopped: bool
         return Cut(_sampled_blanks(turn_tail, last_text))
     if turn_tail.unclear_stop:
         raise TemplateUnsupported("which token closes a turn depends on the conversation")
-    if not closing and if_last and stopped_as_last:
-        return Cut(if_last.start)
-    if not closing and _blanks(turn_tail):
+    if not closing and if_last and stopped_as_last and if_last.start:
+        raise TemplateUnsupported(
+            "the last id does not tell whether the text before the stop token was sampled"
+        )
+    if not closing and last_text and tail.text.startswith(last_text):
+        return Cut(len(last_text))  # a stop token of the request, which is ordinary text of the template
+    if not closing and turn_tail.blanks:
         raise TemplateUnsupported(
             "whether a stop token stands before or after the white space after a call is not shown"
         )
@@ -135,7 +141,7 @@ def _sampled_blanks(turn_tail: TurnTail, last_text: str) -> int:
     Raises:
         TemplateUnsupported: other white space ends the last text, and ids before it may hold the rest.
     """
-    blanks = _blanks(turn_tail)
+    blanks = turn_tail.blanks
     sampled = last_text[len(last_text.rstrip()) :]
     if not blanks or not sampled:
         return 0
@@ -144,12 +150,6 @@ def _sampled_blanks(turn_tail: TurnTail, last_text: str) -> int:
             "the last id does not tell how much white space after the calls was sampled"
         )
     return len(blanks)
-
-
-def _blanks(turn_tail: TurnTail) -> str:
-    """The white space after a turn's calls; empty for turns without calls."""
-    text = turn_tail.tail.text
-    return text[: len(text) - len(text.lstrip())] if turn_tail.whole.in_call else ""
 
 
 def token_before(added: AddedTokens, turn_tail: TurnTail, cut: Cut, last_id: int) -> str:
@@ -184,7 +184,7 @@ def encode_after_cut(
     if before:
         contexts: tuple[str, ...] = (before,)
     else:
-        contexts = ("",) if added.start(rest) else _CONTEXTS
+        contexts = ("", *_CONTEXTS) if added.start(rest) else _CONTEXTS
     ids = _encode_within_text(encoder, rest, contexts, limit)
     closing = [token.id for token in turn_tail.closing if cut.position <= token.start]
     count = _length_holding(ids, closing)
@@ -201,12 +201,22 @@ def _encode_within_text(encoder: Encoder, text: str, contexts: Sequence[str], li
 
     Raises: as `encode_after_cut`.
     """
+    starts = {
+        tuple(ids) for context in contexts if (ids := _after(encoder, context, text[:_START])) is not None
+    }
+    if len(starts) > 1:
+        raise TemplateUnsupported(f"the ids of {text[:20]!r} depend on the text before it")
     for context in contexts:
-        head = encoder.encode(context)
-        ids = encoder.encode(context + text, limit.plus(len(head)))
-        if ids[: len(head)] == head and (head or not context):
-            return ids[len(head) :]
+        if (ids := _after(encoder, context, text, limit)) is not None:
+            return ids
     raise TemplateUnsupported(f"the tokenizer merges {text[:20]!r} with the text before it")
+
+
+def _after(encoder: Encoder, context: str, text: str, limit: Limit = NO_LIMIT) -> list[int] | None:
+    """The ids of a text after a context; None if the tokenizer merges the two."""
+    head = encoder.encode(context)
+    ids = encoder.encode(context + text, limit.plus(len(head)))
+    return ids[len(head) :] if ids[: len(head)] == head and (head or not context) else None
 
 
 def _length_holding(ids: Sequence[int], subsequence: Sequence[int]) -> int:

@@ -322,7 +322,7 @@ class ChatTokenizer:
 
     def _ids_after(self, turn_tail: TurnTail, last_id: int, stopped: bool, limit: Limit) -> AppendedIds:
         """The ids of the tail after a turn, given its last id and whether that ended it as a stop token."""
-        shown = [] if stopped or last_id >= self.vocab_size else [last_id]
+        shown = [last_id] if last_id < self.vocab_size else []
         last_text = b"".join(self.token_bytes(shown).values()).decode(errors="replace")
         cut = cut_tail(turn_tail, last_id, last_text, stopped=stopped)
         before = token_before(self._added, turn_tail, cut, last_id)

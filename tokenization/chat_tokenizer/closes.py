@@ -49,7 +49,7 @@ class Closes:
         and 23 in `</tool_call>\n<|im_end|>\n`, with the content close `<|im_end|>`.
         """
         start, end, closers = self._tokens_after_call(tail, close)
-        first = next(iter(self._added.find(close.text)), None)
+        first = next(iter(self._added.find(close.text, special=True)), None)
         words = close.text[: first.start if first else None].strip()
         return len(tail.text[:start].rstrip().removesuffix(words).rstrip()), end, closers
 
@@ -57,7 +57,7 @@ class Closes:
         """As `of_call`, without some of the text before the first token."""
         lead = tail.text[: tail.lead]
         shared = self._added.shared(lead, tail.text_if_last)
-        start = lead[:shared].rfind(close.text) if close.text else -1
+        start = lead[:shared].rfind(close.text) if close.text.strip() else -1
         if start < 0 and close.closers:
             start = lead.find(close.text)
         if start >= 0:
@@ -275,9 +275,9 @@ class Closes:
 
     @cached_property
     def last_of_prompt(self) -> int | None:
-        """The id of the special token that ends a prompt; None if text does."""
+        """The id of the added token that ends a prompt; None if text does."""
         prompt = self._text([PLACEHOLDER_USER], add_generation_prompt=True)
-        return next((t.id for t in self._added.find(prompt, special=True) if t.end == len(prompt)), None)
+        return self._added.id_at_end(prompt)
 
     def assistant_header(self) -> str:
         """The text before an assistant's content that history and generation prompt have in common.

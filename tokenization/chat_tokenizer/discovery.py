@@ -16,7 +16,7 @@ from chat_tokenizer.cache import BoundedCache, digest
 from chat_tokenizer.closes import Closes, ContentClose
 from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported, TokenizationError
 from chat_tokenizer.messages import Message
-from chat_tokenizer.new_texts import last_text
+from chat_tokenizer.new_texts import has_text, last_text
 from chat_tokenizer.proof import Locality, Proof, answers_calls, prove, tried_values, with_thinking
 from chat_tokenizer.renderer import Append, Renderer, RenderOptions
 from chat_tokenizer.turns import (
@@ -59,7 +59,7 @@ class TurnTail:
     """Whether a token in `closing` ends turns of the model. In Gemma 4's calls none does."""
     unclear_ids: frozenset[int]
     """Ids in `close_tokens` that do not tell how much of the close was sampled: they occur in it more than
-    once, or end the generation prompt too (Kimi K3)."""
+    once, in the turn's own syntax, or at the end of the generation prompt too (Kimi K3)."""
     syntax_ids: frozenset[int]
     """Ids of the added tokens between the model's last text and the close, such as `</tool_call>`."""
 
@@ -68,11 +68,17 @@ class TurnTail:
         """The turn's own syntax after the model's last text, such as `"}}\n</tool_call>`; mostly empty."""
         return self.whole.text[: len(self.whole.text) - len(self.tail.text)]
 
+    @property
+    def blanks(self) -> str:
+        """The white space after a turn's calls; empty for turns without calls."""
+        text = self.tail.text
+        return text[: len(text) - len(text.lstrip())] if self.whole.in_call else ""
+
     def appends_as(self, other: "TurnTail") -> bool:
         """Whether the same ids are appended after every sampled id."""
         mine, others = (
-            (turn_tail.tail.text, turn_tail.tokens, turn_tail.close_tokens, turn_tail.closing)
-            for turn_tail in (self, other)
+            (each.tail.text, each.blanks, each.tokens, each.close_tokens, each.closing)
+            for each in (self, other)
         )
         return mine == others
 
@@ -183,7 +189,10 @@ class Discovery:
         # a template may refuse the turn alone and accept the whole conversation
         with suppress(TokenizationError):
             in_turn = self._cached(alone, lambda key: self._find(key, alone)[0])
-        if in_turn is not None and self.is_local(new, options) and self._answered(alone):
+        turn = history[-1]
+        # a marker makes a turn without text another one, which only the whole rendering shows
+        written = bool(turn.get("tool_calls")) or has_text(turn.get("content"))
+        if in_turn is not None and written and self.is_local(new, options) and self._answered(alone):
             return in_turn
         append = alone.after(list(history))
         return self._cached(append, lambda key: self._after_history(key, append, in_turn))
@@ -286,6 +295,11 @@ class Discovery:
         found = self._added.find(close_text)
         close_tokens = tuple(token for token in found if close_text[token.start : token.end].strip())
         times = Counter(token.id for token in close_tokens)
+        syntax = frozenset(token.id for token in self._added.find(whole.text[:start]))
+        # after the new messages the tail ends with a prompt, if it ends as the prompt before the turn did
+        first = self._added.id_at(lead, len(lead) - len(lead.lstrip()))
+        not_closing = frozenset[int]() if first is None or first in times else frozenset({first})
+        prompt_ends = {self.closes.last_of_prompt, self._added.id_at_end(whole.text)}
         return TurnTail(
             key,
             whole,
@@ -295,9 +309,10 @@ class Discovery:
             close_tokens,
             self._stop_if_last(tail, last),
             unclear_stop,
-            any(token.id in self._added.stop_ids | {close.stop} for token in closing),
-            frozenset(t for t, count in times.items() if count > 1 or t == self.closes.last_of_prompt),
-            frozenset(token.id for token in self._added.find(whole.text[:start])),
+            any(token.id in self._added.stop_ids for token in closing),
+            frozenset(t for t, count in times.items() if count > 1 or t in prompt_ends or t in syntax)
+            | not_closing,
+            syntax,
         )
 
     def _stop_if_last(self, tail: Tail, last: Token | None) -> Token | None:
@@ -341,7 +356,7 @@ def _end_of_turn(text: str, turn: Message, turn_tail: TurnTail) -> int | None:
     It is the first position where they are found. If an earlier turn is equal, the text after it is longer
     than the tail, and the caller renders with a marker.
     """
-    end = last_text(turn)
+    end = last_text(turn).strip()
     closing = turn_tail.closing
     close = turn_tail.tail.text[: closing[-1].end if closing else 0]
     start = text.find(end + turn_tail.syntax + close)

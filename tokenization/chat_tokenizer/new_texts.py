@@ -148,10 +148,35 @@ def has_text(content: object) -> bool:
 
 
 def last_text(turn: Message) -> str:
-    """The last text that the model wrote in a turn, without white space around it; empty if there is none.
+    """The last text that the model wrote in a turn; empty if there is none.
 
     It is an argument of the last tool call, or the content.
     """
     calls = turn.get("tool_calls")
-    texts = arguments_of(calls[-1]["function"]).values() if calls else _texts(turn.get("content"))
-    return next((text.strip() for text in reversed(list(texts)) if isinstance(text, str)), "")
+    texts = _leaves(arguments_of(calls[-1]["function"])) if calls else _texts(turn.get("content"))
+    return texts[-1] if texts else ""
+
+
+def with_last_text(value: Any, mark: str) -> Any | None:
+    """An argument, or all of a call's, with a mark at the end of its last text; None if it holds no text."""
+    if isinstance(value, str):
+        return value + mark
+    for key, each in reversed(_items(value)):
+        if (marked := with_last_text(each, mark)) is not None:
+            changed = value.copy()
+            changed[key] = marked
+            return changed
+    return None
+
+
+def _leaves(value: Any) -> list[str]:
+    """The texts in an argument, in order."""
+    if isinstance(value, str):
+        return [value]
+    return [text for _, each in _items(value) for text in _leaves(each)]
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        return list(value.items())
+    return list(enumerate(value)) if isinstance(value, list) else []

@@ -23,7 +23,16 @@ from typing import Any
 from chat_tokenizer.added_tokens import common_prefix_length
 from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported
 from chat_tokenizer.messages import Message, arguments_of
-from chat_tokenizer.new_texts import Marks, check_new_texts, has_text, unused_marks, with_argument, with_marks
+from chat_tokenizer.new_texts import (
+    Marks,
+    check_new_texts,
+    has_text,
+    last_text,
+    unused_marks,
+    with_argument,
+    with_last_text,
+    with_marks,
+)
 from chat_tokenizer.renderer import Append, Renderer
 
 TURN_NOT_PRINTED = "turn_not_printed"
@@ -93,10 +102,11 @@ class Marked:
         """
         if self.replaced:
             return unmarked.endswith(tail) and self._lacks_only_the_turn(unmarked.removesuffix(tail), tail)
-        before = self.before.rstrip()
+        # a template may strip a text at its end, but not the text before a turn without one
+        written = [last_text(self.turn), self.turn.get("reasoning"), self.turn.get("reasoning_content")]
+        before = self.before.rstrip() if any(text and text.strip() for text in written) else self.before
         end = len(unmarked) - len(self.after)
         same = unmarked.startswith(before) and unmarked.endswith(self.after) and len(before) <= end
-        # a template may strip a text at its end
         return same and not unmarked[len(before) : end].strip()
 
     def _lacks_only_the_turn(self, unmarked: str, tail: str) -> bool:
@@ -128,7 +138,7 @@ def render_tail(template: Renderer, append: Append, guide: Tail | None = None) -
     same_form = guide is not None and (guide.in_call, guide.notes) == (marked.in_call, marked.notes)
     tail = _guided(guide, marked.text) if guide is not None and same_form else None
     if tail is None:
-        lead, foot = _around_new_texts(template, append.after(marked.messages), marks)
+        lead, foot = _around_new_texts(template, append.after(marked.messages), marks, marked.text)
         tail = Tail(
             marked.text,
             common_prefix_length(marked.text, lead),
@@ -236,11 +246,11 @@ def _marked_forms(turn: Message, mark: str) -> Iterator[tuple[dict[str, Any], bo
 
 
 def _marked_call(call: Mapping[str, Any], mark: str) -> tuple[dict[str, Any], bool]:
-    """A call with the marker at the end of its last argument that is text, or as one more argument."""
+    """A call with the marker at the end of the last text in its arguments, or as one more argument."""
     arguments = arguments_of(call["function"])
-    texts = [name for name, value in arguments.items() if isinstance(value, str)]
-    marked = {**arguments, texts[-1]: arguments[texts[-1]] + mark} if texts else {**arguments, "q": mark}
-    return {**call, "function": {**call["function"], "arguments": marked}}, not texts
+    marked = with_last_text(arguments, mark)
+    added = {**arguments, "q": mark} if marked is None else marked
+    return {**call, "function": {**call["function"], "arguments": added}}, marked is None
 
 
 def _reduced_call(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,10 +270,13 @@ def _without_part_closing(before: str, after: str) -> str:
     return after
 
 
-def _around_new_texts(template: Renderer, marked: Append, marks: Marks) -> tuple[str, str]:
+def _around_new_texts(template: Renderer, marked: Append, marks: Marks, text: str) -> tuple[str, str]:
     """The text between the turn and the first new text, and the text after the last one.
 
-    Both are from a rendering with markers as the new texts.
+    Both are from a rendering with markers as the new texts, and as what the model wrote before its last text.
+
+    Args:
+        text: what is printed after the turn without these markers.
 
     Raises:
         TemplateUnsupported: a new text is not printed exactly once after the turn, or text of the turn is
@@ -272,6 +285,16 @@ def _around_new_texts(template: Renderer, marked: Append, marks: Marks) -> tuple
     turn = dict(marked.turn)
     if turn.get("tool_calls") and turn.get("content") and marks.turn not in repr(turn["content"]):
         turn["content"] = marks.content
+    turn.update((name, marks.content) for name in ("reasoning", "reasoning_content") if turn.get(name))
+    around = _around(template, marked, turn, marks)
+    if text.startswith(around[0]) or turn == marked.turn:
+        return around
+    # what is printed depends on the text that a marker replaced
+    return _around(template, marked, dict(marked.turn), marks)
+
+
+def _around(template: Renderer, marked: Append, turn: dict[str, Any], marks: Marks) -> tuple[str, str]:
+    """As `_around_new_texts`, for one form of the turn."""
     words: dict[str, int] = {}
     blank: list[str] = []
     messages = [with_marks(message, index, marks, words, blank) for index, message in enumerate(marked.new)]
@@ -285,7 +308,7 @@ def _around_new_texts(template: Renderer, marked: Append, marks: Marks) -> tuple
     if not found:
         raise TemplateUnsupported("whether the template prints a turn depends on the text after it")
     if marks.content in after:
-        raise TemplateUnsupported("the template prints the content of a turn after its tool calls")
+        raise TemplateUnsupported("the template prints what a turn begins with after its last text")
     for word, index in words.items():
         if word in before or after.count(word) != 1:
             times = before.count(word) + after.count(word)
@@ -310,6 +333,8 @@ def turn_context(turn: Message) -> list[dict[str, Any]]:
     """
     content = turn.get("content")
     reduced: dict[str, Any] = {"role": "assistant", "content": "." if has_text(content) else content}
+    if turn.get("name"):
+        reduced["name"] = turn["name"]
     if turn.get("reasoning") or turn.get("reasoning_content"):
         reduced["reasoning"] = "."
     if calls := turn.get("tool_calls"):

@@ -52,10 +52,6 @@ _BOTH = (
 
 # a message of the template's own before each first one, as Kimi K3 prints it
 _ANNOUNCED = "{{ '<|im_start|>system\nYes.<|answered|><|im_end|>' }}" + _TWO_TOKENS
-# the last turn alone ends with a token
-_LAST_ONLY = _CHATML.replace(
-    "'<|im_end|>\n'", "(' END' + ('<|eos|>' if loop.last and m.role == 'assistant' else ''))"
-)
 # turns with calls end with a stop token; EOS follows each turn that is not the last
 _EOS_AFTER = _CHATML.removesuffix(_PROMPT).replace(
     " + '<|im_end|>\n' }}",
@@ -133,7 +129,6 @@ def tokenizers() -> dict[str, ChatTokenizer]:
         "between": tokenizer_with(_BETWEEN),
         "blanks": tokenizer_with(_BLANKS, plain=tools),
         "own": tokenizer_with(_OWN, special=[*SPECIAL, "<|user|>", "<|asst|>"]),
-        "last only": tokenizer_with(_LAST_ONLY),
         "EOS after": tokenizer_with(
             _EOS_AFTER, special=[*SPECIAL, "<|called|>"], stops=["<|eos|>", "<|called|>"]
         ),
@@ -158,7 +153,6 @@ _OTHER_RESULT = "<|im_start|>tool\nsun<|im_end|><|im_start|>assistant\n"
 _BLANKS_REST = _HERMES_REST.replace("<|im_end|>", "  <|im_end|>")
 _BETWEEN_REST = _CHATML_REST.replace("<|im_end|>", "")
 _REPEATED_REST = "<|im_start|>user<|sep|>And?<|sep|>message<|sep|><|im_end|><|im_start|>assistant<|sep|>"
-_LAST_REST = "<|im_start|>user\nAnd? END<|im_start|>assistant\n"
 _LENGTH = {"finish_reason": "length"}
 
 Row = tuple[str, str, dict[str, Any], str, str]
@@ -187,7 +181,6 @@ _AFTER_TEXT: dict[str, Row] = {
     "close between messages, alternate stop": ("between", "<|eos|>", {}, "", _BETWEEN_REST),
     "own message without a header at the end": ("own", "<|eos|>", {}, "", "<|user|>And?<|im_end|>"),
     "own message, as length": ("own", "o", _LENGTH, "<|im_end|>", "<|user|>And?<|im_end|>"),
-    "stop of the last turn": ("last only", "<|eos|>", {}, "", _LAST_REST),
     "a token twice in the close": (
         "repeated", "o", _LENGTH, "<|sep|>message<|sep|><|im_end|>", _REPEATED_REST
     ),

@@ -128,7 +128,7 @@ def test_content_after_the_calls_is_refused(content: str, content_last: bool) ->
     history = [_user("Hi"), {"role": "assistant", "content": content, "tool_calls": [call]}]
     result = {"role": "tool", "tool_call_id": "c0", "content": "sun"}
     if content and content_last:
-        with pytest.raises(TemplateUnsupported, match="content of a turn after its tool calls"):
+        with pytest.raises(TemplateUnsupported, match="what a turn begins with after its last text"):
             tokenizer.append([0], [result], history=history)
     else:
         texts = appended_text(tokenizer, "}", [result], history=history, finish_reason="length")
