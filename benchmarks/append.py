@@ -2,13 +2,14 @@
 
 import asyncio
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 import uvloop
 
@@ -17,6 +18,7 @@ from benchmarks.measure import Effort
 from benchmarks.report import Part, Table, label, progress, verdict
 from benchmarks.texts import ANSWER_IDS, TOOLS, Messages, Texts
 from chat_tokenizer import Appended, ChatTokenizer
+from chat_tokenizer.renderer import RenderOptions
 from tokenproxy.demo.checkpoint import TEMPLATE_FILE, ensure_checkpoint
 
 LENGTHS = (1_000, 8_000, 32_000, 128_000)
@@ -65,6 +67,7 @@ _FUNCTIONS: dict[str, Callable[[Past, Messages], object]] = {
     "append, {}, history=": Past.append,
     "append, {}": Past.append_alone,
 }
+_ASKING = "append, new, history=, engine renders"
 _LOCAL = {name.format(result): call for name, call in _FUNCTIONS.items() for result in ("new", "repeated")}
 """Ways to append, by the names of their rows: a new result in each call, or a cached one."""
 _NOT_LOCAL = {f"append, {result}, history=, not local": Past.append for result in ("new", "repeated")}
@@ -89,15 +92,27 @@ def measure(chosen: Sequence[str], effort: Effort) -> list[Part]:
     texts = Texts(ChatTokenizer.load(folder))
     local = _pasts(ChatTokenizer.load(folder), texts, local=True)
     not_local = _pasts(ChatTokenizer.load(folder, numbered), texts, local=False)
+    engine, renderings = ChatTokenizer.load(folder), Counter[str]()
+
+    def render(messages: Sequence[Mapping[str, Any]], options: RenderOptions) -> list[int]:
+        renderings["all"] += 1
+        generates = options.add_generation_prompt
+        return engine.render(messages, tools=options.tools, add_generation_prompt=generates)
+
+    asking = _pasts(engine.rendered_by_engine(render, b""), texts, local=True)
+    renderings.clear()  # those of the proof
     times: Times = defaultdict(lambda: defaultdict(list))
     rounds = effort.rounds or int(effort.pick(10, 1))
     for number in range(rounds):
         progress(f"append: round {number + 1} of {rounds}")
         for length in LENGTHS:
             _one_round(times, local[length], not_local[length], length, texts, effort)
+            _timed(times[_ASKING][length], asking[length].append, _new(texts, effort))
+    appends = sum(map(len, times[_ASKING].values()))
+    asked = [[_ASKING, "renderings"], [f"{appends:,} appends", f"{renderings['all']:,}"]]
     progress("append: the event loop")
     waits = uvloop.run(_waits(local[_LONG], not_local[_LONG], texts, int(effort.pick(50, 3))))
-    return [*_tables(times), _wait_table(waits)]
+    return [*_tables(times), asked, _wait_table(waits)]
 
 
 def _pasts(tokenizer: ChatTokenizer, texts: Texts, *, local: bool) -> dict[int, Past]:
@@ -114,20 +129,24 @@ def _pasts(tokenizer: ChatTokenizer, texts: Texts, *, local: bool) -> dict[int, 
 
 
 def _one_round(times: Times, local: Past, not_local: Past, length: int, texts: Texts, effort: Effort) -> None:
-    def timed(name: str, call: Callable[[Messages], object], calls: int) -> None:
-        """Time the call with each result, except for the first, which warms up."""
-        results = [texts.result(_RESULT_IDS)] * (calls + 1)
-        if "repeated" not in name:
-            results = [texts.result(_RESULT_IDS) for _ in range(calls + 1)]
-        call(results[0])
-        times[name][length] += [_ms(partial(call, result)) for result in results[1:]]
-
-    count = int(effort.pick(20, 5))
     for ways, past in ((_LOCAL, local), (_NOT_LOCAL, not_local)):
         for name, call in ways.items():
-            timed(name, partial(call, past), count)
-    timed(_RENDER, local.render, int(effort.pick(2, 1)))
-    timed(_TEXT, not_local.text, count)
+            new = _new(texts, effort)
+            repeated = [new[0]] * len(new)
+            _timed(times[name][length], partial(call, past), repeated if "repeated" in name else new)
+    _timed(times[_RENDER][length], local.render, _new(texts, effort)[: int(effort.pick(3, 2))])
+    _timed(times[_TEXT][length], not_local.text, _new(texts, effort))
+
+
+def _new(texts: Texts, effort: Effort) -> list[Messages]:
+    """A result for each call."""
+    return [texts.result(_RESULT_IDS) for _ in range(int(effort.pick(21, 6)))]
+
+
+def _timed(times: list[float], call: Callable[[Messages], object], results: Sequence[Messages]) -> None:
+    """Time the call with each result, except for the first, which warms up."""
+    call(results[0])
+    times += [_ms(partial(call, result)) for result in results[1:]]
 
 
 def _ms(call: Callable[[], object]) -> float:
