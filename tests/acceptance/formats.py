@@ -240,7 +240,8 @@ class Trl(Chat):
 
     def body(self, turn: int) -> Fields:
         self.messages += self.new_messages(turn)
-        return {"messages": [self.messages], "max_tokens": TURN_TOKENS}
+        # greedy: of bytes that are no text, its chat answer and its decoder show different replacements
+        return {"messages": [self.messages], "max_tokens": TURN_TOKENS, "temperature": 0}
 
     def read(self, events: Sequence[Fields], seen: Seen) -> None:
         [answer] = events
