@@ -62,6 +62,8 @@ class TurnTail:
     once, in the turn's own syntax, or at the end of the generation prompt too (Kimi K3)."""
     syntax_ids: frozenset[int]
     """Ids of the added tokens between the model's last text and the close, such as `</tool_call>`."""
+    after_stop: bool = False
+    """Whether only the text after its stop token is that of the turn: the turn itself is not known."""
 
     @property
     def syntax(self) -> str:
@@ -81,6 +83,13 @@ class TurnTail:
             for each in (self, other)
         )
         return mine == others
+
+    def continues_as(self, other: "TurnTail") -> bool:
+        """Whether the same ids are appended after a stop token that ended the turn."""
+        ends = [each.closing[-1] for each in (self, other) if each.closing and each.has_stop]
+        if len(ends) < 2 or self.unclear_stop or other.unclear_stop:
+            return False
+        return ends[0].id == ends[1].id and self.tail.text[ends[0].end :] == other.tail.text[ends[1].end :]
 
 
 class Discovery:
@@ -226,12 +235,13 @@ class Discovery:
         append = Append(placeholder_context(new), new, options)
         # first, because if the template refuses the new messages themselves, its own error is more useful
         turn_tail = self._cached(append, lambda key: self._find(key, append)[0])
-        if proof.locality(new) is not Locality.NEW or not self._tried(options):
+        locality = proof.locality(new)
+        if locality not in (Locality.NEW, Locality.NEW_AFTER_STOP) or not self._tried(options):
             raise TemplateUnsupported(
                 "what the template prints after a turn may depend on earlier messages: give `history` "
                 f"({proof.reason})"
             )
-        return turn_tail
+        return replace(turn_tail, after_stop=locality is Locality.NEW_AFTER_STOP)
 
     def tail_in(self, append: Append) -> TurnTail | None:
         """The tail of the turn; None if the template refuses the messages."""

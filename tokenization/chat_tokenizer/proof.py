@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from chat_tokenizer.discovery import Discovery, TurnTail
 
 log = logging.getLogger("tokenproxy")
-PROOF_VERSION = 4
+PROOF_VERSION = 5
 """Part of the key of a stored proof. Raise it when the proof changes."""
 MAX_SECONDS = 30.0
 """CPU time in seconds after which a template counts as not local. Most proofs take less than 1 s."""
@@ -71,6 +71,9 @@ class Locality(StrEnum):
 
     NEW = "new messages"
     """The new messages alone."""
+    NEW_AFTER_STOP = "new messages, after a stop token"
+    """The new messages alone if a stop token ended the turn. How a turn that was cut off is closed depends on
+    the turn too."""
     TURN = "last turn"
     """The new messages and the last turn: its tool calls, and which kinds of content it has."""
     HISTORY = "whole history"
@@ -166,7 +169,9 @@ class _Prover:
             if alone is not None:
                 shown = in_turn or tails.tail_in(append)
                 if shown is not None and not alone.appends_as(shown):
-                    self._refute(Locality.TURN, "the last turn decides", history, step, options)
+                    after_stop = alone.continues_as(shown)
+                    locality = Locality.NEW_AFTER_STOP if after_stop else Locality.TURN
+                    self._refute(locality, "the last turn decides", history, step, options)
             # without a marker too, because tails are found with a marker in the turn
             if in_turn is not None and not tails.ends(in_turn, append):
                 self._refute(Locality.HISTORY, "the text of the turn decides", history, step, options)
@@ -181,6 +186,9 @@ class _Prover:
     def _refute(
         self, locality: Locality, what: str, history: Messages, step: Step, options: RenderOptions
     ) -> None:
+        order = list(Locality)
+        if order.index(locality) < order.index(self._found[step.after_results]):
+            return
         self._found[step.after_results] = locality
         self._reasons[step.after_results] = _reason(what, history, step, options)
 

@@ -262,13 +262,13 @@ class Oracle:
         Args:
             ends: special tokens after the syntax of the turn, up to the first word of a new message.
         """
-        after, alone = rendering.after, rendering.alone
+        after, alone, eos = rendering.after, rendering.alone, self.tokenizer.eos_token
         stop = ends[0] if ends else None
         if stop and stop.text not in self.renderer.assistant_header:
-            closes = stop.text in self.renderer.closes or stop.text != ends[-1].text
+            closes = stop.text in {*self.renderer.closes, eos} or stop.text != ends[-1].text
             if closes and not self._opens_message(stop, rendering):
-                # one that is not printed after the last turn may open the next message as well
-                may_open = len(ends) == 1 and alone is not None
+                # one that is not printed after the last turn may open the next message as well; EOS does not
+                may_open = len(ends) == 1 and alone is not None and stop.text != eos
                 return replace(_closed(shape, after, stop, stop.text), may_open=may_open)
             if alone is None and stop.text != ends[-1].text:
                 raise Undecided(Reason.UNCLEAR_STOP, after)
