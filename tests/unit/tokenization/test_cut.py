@@ -289,3 +289,14 @@ def test_text_without_a_token_at_its_start_has_the_ids_of_the_whole_rendering(
     appended = tokenizer.append([last], [_user()])
     ids = appended.close_ids + appended.suffix_ids
     assert whole[-len(ids) - 1 :] == [last, *ids]
+
+
+def test_without_history_a_turn_of_either_kind_goes_on_after_its_own_stop(
+    tokenizers: dict[str, ChatTokenizer],
+) -> None:
+    """Calls end with white space before the close, and nothing tells whether the turn has any."""
+    tokenizer = tokenizers["blanks"]
+    assert appended_text(tokenizer, "<|im_end|>", [_RESULT]) == ("", _BLANKS_REST)
+    for last, how in (("<|eos|>", {}), ("o", _LENGTH)):
+        with pytest.raises(TemplateUnsupported, match="give `history`"):
+            appended_text(tokenizer, last, [_RESULT], **how)
