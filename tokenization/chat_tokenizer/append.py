@@ -102,8 +102,8 @@ def cut_tail(turn_tail: TurnTail, last_id: int, last_text: str, *, stopped: bool
             turn was cut off where the last id does not tell how much of the close was sampled.
     """
     tail, closing = turn_tail.tail, turn_tail.closing
-    if turn_tail.after_stop and last_id != closing[-1].id:
-        raise TemplateUnsupported("how a turn is closed that was cut off depends on the turn: give `history`")
+    if turn_tail.after_stop and last_id != (turn_tail.own_stop and turn_tail.own_stop.id):
+        raise TemplateUnsupported("the close of a turn that was cut off depends on the turn: give `history`")
     if not stopped and last_id in turn_tail.unclear_ids:
         raise TemplateUnsupported("the last id does not tell how much of the turn's close was sampled")
     unclear = [turn_tail.unclear_stop] if stopped and turn_tail.unclear_stop else []

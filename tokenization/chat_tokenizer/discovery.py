@@ -57,13 +57,16 @@ class TurnTail:
     """A stop token after the close, or in its place, that may close the turn or open the next message."""
     has_stop: bool
     """Whether a token in `closing` ends turns of the model. In Gemma 4's calls none does."""
+    own_stop: Token | None
+    """The last of `closing` if there is such a token; without a close, the stop token that opens the next
+    message (GLM)."""
     unclear_ids: frozenset[int]
     """Ids in `close_tokens` that do not tell how much of the close was sampled: they occur in it more than
     once, in the turn's own syntax, or at the end of the generation prompt too (Kimi K3)."""
     syntax_ids: frozenset[int]
     """Ids of the added tokens between the model's last text and the close, such as `</tool_call>`."""
     after_stop: bool = False
-    """Whether only the text after its stop token is that of the turn: the turn itself is not known."""
+    """Whether only the text after its stop token is that of the turn, whose close is not shown."""
 
     @property
     def syntax(self) -> str:
@@ -86,10 +89,10 @@ class TurnTail:
 
     def continues_as(self, other: "TurnTail") -> bool:
         """Whether the same ids are appended after a stop token that ended the turn."""
-        ends = [each.closing[-1] for each in (self, other) if each.closing and each.has_stop]
-        if len(ends) < 2 or self.unclear_stop or other.unclear_stop:
+        mine, others = self.own_stop, other.own_stop
+        if mine is None or others is None or self.unclear_stop or other.unclear_stop:
             return False
-        return ends[0].id == ends[1].id and self.tail.text[ends[0].end :] == other.tail.text[ends[1].end :]
+        return mine.id == others.id and self.tail.text[mine.end :] == other.tail.text[others.end :]
 
 
 class Discovery:
@@ -227,6 +230,11 @@ class Discovery:
                 return self._without_syntax(key, counted, append.options)
         turn_tail, marked = self._find(key, append, in_turn)
         if not marked.agrees_with(text, turn_tail.tail.text):
+            # the marker may stand for a text that the turn lacks: then only its stop token and the rest agree
+            stop = turn_tail.own_stop
+            rest = turn_tail.tail.text[stop.start :] if stop else ""
+            if rest and text.endswith(rest) and marked.before.startswith(text.removesuffix(rest)):
+                return replace(turn_tail, after_stop=True)
             raise TemplateUnsupported("what the template prints after a turn depends on the text of the turn")
         return turn_tail
 
@@ -309,6 +317,8 @@ class Discovery:
         # after the new messages the tail ends with a prompt, if it ends as the prompt before the turn did
         first = self._added.id_at(lead, len(lead) - len(lead.lstrip()))
         not_closing = frozenset[int]() if first is None or first in times else frozenset({first})
+        stops = self._added.stop_ids
+        has_stop = any(token.id in stops for token in closing)
         prompt_ends = {self.closes.last_of_prompt, self._added.id_at_end(whole.text)}
         return TurnTail(
             key,
@@ -319,7 +329,8 @@ class Discovery:
             close_tokens,
             self._stop_if_last(tail, last),
             unclear_stop,
-            any(token.id in self._added.stop_ids for token in closing),
+            has_stop,
+            closing[-1] if has_stop else next((t for t in tokens[:1] if not closing and t.id in stops), None),
             frozenset(t for t, count in times.items() if count > 1 or t in prompt_ends or t in syntax)
             | not_closing,
             syntax,
