@@ -136,7 +136,10 @@ class Planner:
             tools = rendering.parse_tools() if b'"default"' in rendering.tools else None
             return scope_parts(*arguments), argument_defaults(tools) if tools else NO_DEFAULTS
 
-        key, size = hashlib.blake2b(repr(arguments).encode()).digest(), rendering.size
+        # tools may be long: they are digested as they are, and their length tells them from what follows
+        digested = hashlib.blake2b(rendering.tools)
+        digested.update(repr((replace(rendering, tools=b""), *arguments[1:], len(rendering.tools))).encode())
+        key, size = digested.digest(), rendering.size
         made = self._read.get(key)
         if made is None:
             made = read() if size < WORTH_A_THREAD_BYTES else await self.encoders.run(read, size)
