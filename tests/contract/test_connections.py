@@ -132,12 +132,13 @@ def test_a_refused_client_reads_the_answer_although_it_sends_its_whole_body_firs
             assert until_closed(connection).startswith(b"HTTP/1.1 " + status)
 
 
-def test_a_connection_is_kept_after_a_refused_request(usual: httpx.Client) -> None:
+@pytest.mark.parametrize("body", [BODY, b" " * 200_000], ids=["small", "larger than a head may be"])
+def test_a_connection_is_kept_after_a_refused_request(usual: httpx.Client, body: bytes) -> None:
     with connect(usual.base_url) as kept:
         for _ in range(3):
-            kept.sendall(head(CHAT, f"content-length: {len(BODY)}"))
+            kept.sendall(head(CHAT, f"content-length: {len(body)}"))
             assert kept.recv(1000).startswith(b"HTTP/1.1 401 ")
-            kept.sendall(BODY)
+            kept.sendall(body)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,10 @@ class Marks:
 
     def new(self, index: int, part: int) -> str:
         return f"qZ{self.nonce}new{index}p{part}Zq"
+
+    def find_new(self, text: str) -> Iterator[re.Match[str]]:
+        """The words of `new` in a text, in order: one pass, because there may be thousands of messages."""
+        return re.finditer(rf"qZ{self.nonce}new\d+p\d+Zq", text)
 
 
 def unused_marks(*arguments: object) -> Marks:
@@ -101,12 +105,18 @@ def check_new_texts(tail: str, new: Sequence[Message], strings: Sequence[str]) -
         TemplateUnsupported: it does not.
     """
     times: Counter[str] = Counter()
+    position = 0
     for index, message in enumerate(new):
         if message.get("role") == "assistant":
             continue  # its reasoning may be left out
         for text in _texts(message.get("content")):
-            times[text.strip()] += 1
-            if not _printed(text.strip(), tail, times[text.strip()]) and not all(
+            written = text.strip()
+            times[written] += 1
+            # mostly they are printed in order, and one pass finds thousands of them
+            at = tail.find(written, position)
+            if at >= 0:
+                position = at + len(written)
+            elif not _printed(written, tail, times[written]) and not all(
                 _printed(piece, tail, times[piece] or 1) for piece in _without(text, strings)
             ):
                 raise TemplateUnsupported(

@@ -16,6 +16,7 @@ markers in place of the new texts.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -309,20 +310,21 @@ def _around(template: Renderer, marked: Append, turn: dict[str, Any], marks: Mar
         raise TemplateUnsupported("whether the template prints a turn depends on the text after it")
     if marks.content in after:
         raise TemplateUnsupported("the template prints what a turn begins with after its last text")
+    earlier, later = (Counter(match.group() for match in marks.find_new(text)) for text in (before, after))
     for word, index in words.items():
-        if word in before or after.count(word) != 1:
-            times = before.count(word) + after.count(word)
-            where = "before the turn" if word in before else f"{times} times"
+        if word in earlier or later[word] != 1:
+            times = earlier[word] + later[word]
+            where = "before the turn" if word in earlier else f"{times} times"
             raise TemplateUnsupported(
                 f"the template prints new message {index} ({marked.new[index].get('role')}) {where}"
             )
     after = _without_part_closing(before, after)
-    printed = [
-        (after.index(word), after.index(word) + len(word)) for word in [*words, *blank] if word in after
-    ]
+    printed: dict[str, tuple[int, int]] = {}
+    for match in marks.find_new(after):
+        printed.setdefault(match.group(), match.span())
     if not printed:
         return after, ""
-    return after[: min(printed)[0]], after[max(printed)[1] :]
+    return after[: min(printed.values())[0]], after[max(printed.values())[1] :]
 
 
 def turn_context(turn: Message) -> list[dict[str, Any]]:

@@ -102,6 +102,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
+        of_body = self.awaits_body
         super().data_received(data)
         if self._serves():
             self._stop()
@@ -109,7 +110,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         if self.awaits_body:
             return  # the rest of a request that already has its response: the connection lingers
-        self._head_size += len(data)
+        self._head_size += 0 if of_body else len(data)
         if self._head_size > HEAD_LIMIT_BYTES:
             self._refuse("431 Request Header Fields Too Large")
         elif self._timer is None:

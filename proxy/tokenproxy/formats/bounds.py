@@ -13,6 +13,8 @@ CHECKED_FROM_BYTES = 2**18
 """Bytes of a body from which it is checked. Any smaller one is parsed in milliseconds."""
 MOST_VALUES = 1_000_000
 """The most arrays, objects and fields in a body: more than a context of a million ids holds."""
+MOST_ITEMS = 2_000_000
+"""The most commas in a body: they separate ids too, and stand in texts."""
 MOST_OPTION_BYTES = 2**21
 """The most bytes of a field in `OPTIONS`."""
 MOST_OPTION_VALUES = 400_000
@@ -38,12 +40,14 @@ def check_bounds(body: bytes) -> None:
         BadRequest: the body is not a JSON object.
         BodyTooLarge: it holds too much; `param` names the field.
     """
-    values = 0
+    values = items = 0
     for start in range(0, len(body), _PART):
         part = body[start : start + _PART]
-        values += part.count(b"[") + part.count(b"{") + part.count(b":")  # commas separate ids too
-        if values > MOST_VALUES:
-            _refuse(_field_at(body, start + _PART), f"a request may hold {MOST_VALUES} values")
+        values += part.count(b"[") + part.count(b"{") + part.count(b":")
+        items += part.count(b",")
+        if values > MOST_VALUES or items > MOST_ITEMS:
+            most = f"{MOST_VALUES} values" if values > MOST_VALUES else f"{MOST_ITEMS} commas"
+            _refuse(_field_at(body, start + _PART), f"a request may hold {most}")
     if len(body) <= MOST_OPTION_BYTES and values <= MOST_OPTION_VALUES // 4:
         return  # a list of as many numbers as fit is read in milliseconds
     fields = parse_with_ids(body)

@@ -24,6 +24,7 @@ from tokenproxy.base.request import ChatRequest, RetrySigns, Visible
 from tokenproxy.base.types import Fields
 from tokenproxy.formats.base import SessionFields, apply_session, chat_request
 from tokenproxy.formats.prompt_fields import checked_ids
+from tokenproxy.formats.prompts import MOST_PROMPTS
 from tokenproxy.record.completion import Completion
 from tokenproxy.turn import parsing, wire
 from tokenproxy.turn.answer import Answer
@@ -94,6 +95,8 @@ def parse_batch(fields: Fields, name: str) -> Batch:
     prompts = read(fields, name, list[msgspec.Raw])
     if not prompts:
         raise BadRequest(f"`{name}` is required: a list of at least one prompt", param=name)
+    if len(prompts) > MOST_PROMPTS:
+        raise BadRequest(f"`{name}` may hold {MOST_PROMPTS} prompts: send the others later", param=name)
     images = read(fields, "images", list[list[str] | None]) or [None] * len(prompts)
     if len(images) != len(prompts):
         raise BadRequest("`images` must have one entry for each prompt", param="images")

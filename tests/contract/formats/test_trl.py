@@ -83,6 +83,7 @@ def test_sampling_parameters_reach_the_engine(client: httpx.Client, fake: FakeVl
 
 _WRONG: list[tuple[str, dict[str, Any]]] = [
     ("prompts", {"prompts": "Hi"}),
+    ("prompts", {"prompts": [[1]] * 4097}),
     ("prompts[1]", {"prompts": [[1], []]}),
     ("prompts[1]", {"prompts": [[1], [1] * (MAX_MODEL_LEN + 1)]}),
     ("temperature", {"prompts": [[1]], "temperature": "hot"}),
