@@ -120,19 +120,28 @@ def cut_tail(turn_tail: TurnTail, last_id: int, last_text: str, *, stopped: bool
         return Cut(_sampled_blanks(turn_tail, last_text))
     if turn_tail.unclear_stop:
         raise TemplateUnsupported("which token closes a turn depends on the conversation")
-    if not closing and if_last and stopped_as_last and if_last.start:
+    if not closing:
+        return _cut_without_close(turn_tail, last_text, stopped_as_last)
+    return Cut(closing[-1].end, tail.text[closing[-1].start : closing[-1].end], rewritten=True)
+
+
+def _cut_without_close(turn_tail: TurnTail, last_text: str, stopped_as_last: bool) -> Cut:
+    """As `cut_tail`, where a stop token ended the turn and the template closes it with none.
+
+    Args:
+        stopped_as_last: whether the template prints that token after a turn that is the last message.
+    """
+    if stopped_as_last and turn_tail.stop_if_last and turn_tail.stop_if_last.start:
         raise TemplateUnsupported(
             "the last id does not tell whether the text before the stop token was sampled"
         )
-    if not closing and last_text and tail.text.startswith(last_text):
+    if last_text and turn_tail.tail.text.startswith(last_text):
         return Cut(len(last_text))  # a stop token of the request, which is ordinary text of the template
-    if not closing and turn_tail.blanks:
+    if turn_tail.blanks:
         raise TemplateUnsupported(
             "whether a stop token stands before or after the white space after a call is not shown"
         )
-    if not closing:
-        return Cut(0)
-    return Cut(closing[-1].end, tail.text[closing[-1].start : closing[-1].end], rewritten=True)
+    return Cut(0)
 
 
 def _sampled_blanks(turn_tail: TurnTail, last_text: str) -> int:

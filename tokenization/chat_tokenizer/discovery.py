@@ -61,8 +61,9 @@ class TurnTail:
     """The last of `closing` if there is such a token; without a close, the stop token that opens the next
     message (GLM)."""
     unclear_ids: frozenset[int]
-    """Ids in `close_tokens` that do not tell how much of the close was sampled: they occur in it more than
-    once, in the turn's own syntax, or at the end of the generation prompt too (Kimi K3)."""
+    """Ids that do not tell how much of the close was sampled: those in `close_tokens` that occur in it more
+    than once, in the turn's own syntax, or at the end of the generation prompt too (Kimi K3); and the first
+    added token of the lead, if it is not known to close the turn."""
     syntax_ids: frozenset[int]
     """Ids of the added tokens between the model's last text and the close, such as `</tool_call>`."""
     after_stop: bool = False
@@ -312,14 +313,9 @@ class Discovery:
         close_text = lead[: last.end if last else 0]
         found = self._added.find(close_text)
         close_tokens = tuple(token for token in found if close_text[token.start : token.end].strip())
-        times = Counter(token.id for token in close_tokens)
         syntax = frozenset(token.id for token in self._added.find(whole.text[:start]))
-        # after the new messages the tail ends with a prompt, if it ends as the prompt before the turn did
-        first = self._added.id_at(lead, len(lead) - len(lead.lstrip()))
-        not_closing = frozenset[int]() if first is None or first in times else frozenset({first})
         stops = self._added.stop_ids
         has_stop = any(token.id in stops for token in closing)
-        prompt_ends = {self.closes.last_of_prompt, self._added.id_at_end(whole.text)}
         return TurnTail(
             key,
             whole,
@@ -331,10 +327,21 @@ class Discovery:
             unclear_stop,
             has_stop,
             closing[-1] if has_stop else next((t for t in tokens[:1] if not closing and t.id in stops), None),
-            frozenset(t for t, count in times.items() if count > 1 or t in prompt_ends or t in syntax)
-            | not_closing,
+            self._unclear_ids(tail, close_tokens, syntax),
             syntax,
         )
+
+    def _unclear_ids(
+        self, tail: Tail, close_tokens: tuple[Token, ...], syntax: frozenset[int]
+    ) -> frozenset[int]:
+        """See `TurnTail.unclear_ids`."""
+        # the tail may end with the prompt of the next turn, which the prompt of this turn resembles
+        elsewhere = syntax | {self.closes.last_of_prompt, self._added.id_at_end(tail.text)}
+        times = Counter(token.id for token in close_tokens)
+        unclear = {token for token, count in times.items() if count > 1 or token in elsewhere}
+        lead = tail.text[: tail.lead]
+        first = self._added.id_at(lead, len(lead) - len(lead.lstrip()))
+        return frozenset(unclear if first is None or first in times else unclear | {first})
 
     def _stop_if_last(self, tail: Tail, last: Token | None) -> Token | None:
         """See `TurnTail.stop_if_last`; `last` is the last token that closes it where messages follow."""

@@ -107,8 +107,9 @@ class Marked:
         written = [last_text(self.turn), self.turn.get("reasoning"), self.turn.get("reasoning_content")]
         before = self.before.rstrip() if any(text and text.strip() for text in written) else self.before
         end = len(unmarked) - len(self.after)
-        same = unmarked.startswith(before) and unmarked.endswith(self.after) and len(before) <= end
-        return same and not unmarked[len(before) : end].strip()
+        if len(before) > end or not (unmarked.startswith(before) and unmarked.endswith(self.after)):
+            return False
+        return not unmarked[len(before) : end].strip()
 
     def _lacks_only_the_turn(self, unmarked: str, tail: str) -> bool:
         """Whether each word that a rendering up to the tail lacks with the marker is one of the turn.
