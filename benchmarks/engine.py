@@ -186,7 +186,8 @@ class Engine:
             end = body.index(b"]", start) + 1
             prompt, body = body[start:end], body[:at] + body[end:]
         ids, logprobs = _is_true(body, b'"return_token_ids":'), _is_true(body, b'"logprobs":')
-        if ids and not prompt and not self._current.answer.prompt:
+        compared = b'"max_tokens":1,' in body or b'"max_tokens":1}' in body  # with the proxy's own rendering
+        if ids and not prompt and (compared or not self._current.answer.prompt):
             prompt = _encode(self._render(whole))
         if _is_true(body, b'"stream":'):
             usage = _is_true(body, b'"continuous_usage_stats":')

@@ -1,6 +1,7 @@
 """The proxy's sockets: slow and large heads, slow bodies, TLS."""
 
 import contextlib
+import logging
 import re
 import ssl
 from collections.abc import Iterator
@@ -130,6 +131,20 @@ def test_a_refused_client_reads_the_answer_although_it_sends_its_whole_body_firs
         with connect(client.base_url) as connection:
             connection.sendall(head(CHAT, f"content-length: {len(body)}", "connection: close") + body)
             assert until_closed(connection).startswith(b"HTTP/1.1 " + status)
+
+
+def test_a_body_that_is_malformed_at_once_gets_one_answer(
+    strict: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the request, which begins to run after it, writes nothing to what is closed for writing."""
+    raised: list[object] = []
+    monkeypatch.setattr(
+        logging.getLogger("uvicorn.error"), "error", lambda *args, **kwargs: raised.append(args)
+    )
+    with connect(strict.base_url) as connection:
+        connection.sendall(head("/sessions/%2F/v1", "transfer-encoding: chunked") + b"no size\r\n")
+        assert until_closed(connection).startswith(b"HTTP/1.1 400 ")
+    assert raised == []
 
 
 @pytest.mark.parametrize("body", [BODY, b" " * 1_000_000], ids=["small", "larger than a head may be"])

@@ -23,7 +23,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
@@ -61,7 +61,7 @@ class _Lingering:
     def __init__(self, transport: asyncio.Transport, protocol: "GuardedProtocol") -> None:
         self._transport = transport
         self._protocol = protocol
-        self.write = transport.write
+        self.write: Callable[[bytes], None] = transport.write
         self.lingers = False
         """Whether nothing more is sent, and what comes is discarded."""
 
@@ -78,9 +78,14 @@ class _Lingering:
             self._transport.close()
             return
         self.lingers = True
+        self.write = _discard  # a request whose body is malformed has its response, and still runs
         self._protocol.linger()
         if self._transport.can_write_eof():  # not with TLS
             self._transport.write_eof()
+
+
+def _discard(data: bytes) -> None:
+    """Writes nothing."""
 
 
 class GuardedProtocol(HttpToolsProtocol):
