@@ -39,7 +39,7 @@ def _turn(chance: random.Random, rollout: str, count: int, logprobs: bool, paren
 @pytest.mark.parametrize("count", [16, 1000, 32_000])
 async def test_the_documented_bound_holds(tmp_path: Path, count: int, logprobs: bool) -> None:
     chance, turns = random.Random(count), max(60, min(600, 500_000 // count))
-    with run_redis(tmp_path) as port, redis.Redis(port=port) as client:
+    with run_redis(tmp_path, "--zset-max-listpack-value", "128") as port, redis.Redis(port=port) as client:
         url = f"redis://127.0.0.1:{port}/0"
         async with opened(url) as store:
             # what is there once, such as the scripts
