@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from chat_tokenizer import ChatTokenizer, ids
 from chat_tokenizer.cache import BoundedCache
@@ -24,16 +24,14 @@ from chat_tokenizer.encoder import Limit
 from chat_tokenizer.thinking import ends_thinking, hidden_reasoning
 from tokenproxy.base.errors import BadRequest
 from tokenproxy.base.fields import raw_value, read
-from tokenproxy.base.request import ChatRequest, Rendering
+from tokenproxy.base.request import ChatRequest, GivenIds, Rendering
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.cache import CachedTurn
+from tokenproxy.record.encoders import EncoderPool
 from tokenproxy.record.identity import Conversation
-from tokenproxy.record.images import expand_images, refs_in
+from tokenproxy.record.images import ImageLoader, expand_images, refs_in
 from tokenproxy.record.plan import ServedModel
 from tokenproxy.record.turn import PromptImage
-
-if TYPE_CHECKING:
-    from tokenproxy.record.planner import Planner
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -79,42 +77,6 @@ class Appended:
     """Number of ids of the messages."""
     images: list[PromptImage]
     """The images in these ids."""
-
-
-async def append(
-    planner: "Planner", rendering: Rendering, model: ServedModel, new: Continuation, most_ids: int | None
-) -> Appended:
-    """The prompt that continues ids with new messages.
-
-    Args:
-        most_ids: the most ids to append; None for any number.
-
-    Raises:
-        TooManyIds: there are more.
-        TokenizationError: as `ChatTokenizer.append`; PlaceholdersDiffer if the appended ids hold
-            another number of images than the messages.
-        NotLoadable: the messages hold other media, or an image that the proxy does not load.
-        BadRequest: an image is invalid.
-        Overloaded: the limit of concurrent tokenising is reached.
-    """
-    stop, tokenizer = threading.Event(), model.tokenizer
-    assert tokenizer is not None  # checked by the caller
-    limit = Limit(most_ids, stop.is_set)
-
-    def extend() -> tuple[list[int], Messages]:
-        messages, history = new.parse()
-        appended = suffix(tokenizer, new.ids, new.turn, messages, rendering, history, limit)
-        if history is not None:
-            planner.auditor.consider(tokenizer, history, messages, rendering)
-        return appended, messages
-
-    appended, messages = await planner.encoders.run(extend, new.size, tokenises=True, stop=stop)
-    images: list[PromptImage] = []
-    if model.images is not None and (new.media or model.images.placeholder in appended):
-        refs = refs_in(messages, new.field, new.first) if new.media else []
-        loaded = await planner.images.load(refs, model.images, new.field)
-        appended, images = expand_images(appended, model.images, loaded, new.count)
-    return Appended(ids.join(new.ids, appended), len(appended), images)
 
 
 def suffix(
@@ -163,6 +125,18 @@ def too_long(
         f"length of `{param}`.{hint}",
         param=param,
     )
+
+
+def check_ids_fit(request: ChatRequest, given: GivenIds, model: ServedModel) -> None:
+    """Refuse given ids that are longer than the context, unless the engine is to truncate them.
+
+    Raises:
+        BadRequest: they are longer; `param` is the client's name for them.
+    """
+    if is_truncated(request):
+        return
+    if model.max_model_len is not None and given.count > model.max_model_len:
+        raise too_long(model, given.count, given.field)
 
 
 def is_truncated(request: ChatRequest) -> bool:
@@ -276,6 +250,50 @@ class Auditor:
                 source,
                 example[:_SHOWN_CHARACTERS],
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Appender:
+    """Puts messages after ids. One per application."""
+
+    encoders: EncoderPool
+    auditor: Auditor
+    images: ImageLoader
+
+    async def append(
+        self, rendering: Rendering, model: ServedModel, new: Continuation, most_ids: int | None
+    ) -> Appended:
+        """The prompt that continues ids with new messages.
+
+        Args:
+            most_ids: the most ids to append; None for any number.
+
+        Raises:
+            TooManyIds: there are more.
+            TokenizationError: as `ChatTokenizer.append`; PlaceholdersDiffer if the appended ids hold
+                another number of images than the messages.
+            NotLoadable: the messages hold other media, or an image that the proxy does not load.
+            BadRequest: an image is invalid.
+            Overloaded: the limit of concurrent tokenising is reached.
+        """
+        stop, tokenizer = threading.Event(), model.tokenizer
+        assert tokenizer is not None  # checked by the caller
+        limit = Limit(most_ids, stop.is_set)
+
+        def extend() -> tuple[list[int], Messages]:
+            messages, history = new.parse()
+            appended = suffix(tokenizer, new.ids, new.turn, messages, rendering, history, limit)
+            if history is not None:
+                self.auditor.consider(tokenizer, history, messages, rendering)
+            return appended, messages
+
+        appended, messages = await self.encoders.run(extend, new.size, tokenises=True, stop=stop)
+        images: list[PromptImage] = []
+        if model.images is not None and (new.media or model.images.placeholder in appended):
+            refs = refs_in(messages, new.field, new.first) if new.media else []
+            loaded = await self.images.load(refs, model.images, new.field)
+            appended, images = expand_images(appended, model.images, loaded, new.count)
+        return Appended(ids.join(new.ids, appended), len(appended), images)
 
 
 def _kind(

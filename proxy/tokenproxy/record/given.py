@@ -1,10 +1,10 @@
-"""Prompts with ids from the client: appends messages to them, places their images and their turns."""
+"""Plans prompts with ids from the client: appends messages, places their images and their turns."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -18,7 +18,7 @@ from tokenproxy.record.appending import (
     Appended,
     Continuation,
     Messages,
-    append,
+    check_ids_fit,
     is_truncated,
     suffix,
     too_long,
@@ -28,14 +28,9 @@ from tokenproxy.record.identity import Conversation
 from tokenproxy.record.images import ImageModel, ImageRef, NotLoadable, expand_images, refs_in, same_images
 from tokenproxy.record.match import Match
 from tokenproxy.record.plan import Placement, PromptPlan, ServedModel, place, place_nowhere
+from tokenproxy.record.planner import UNREADABLE, Planner
 from tokenproxy.record.turn import PromptImage, unpack_ids
 from tokenproxy.record.vocabulary import Reason, Source
-
-if TYPE_CHECKING:
-    from tokenproxy.record.planner import Planner
-
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TokenizationError)
-"""Raised for messages, tools or template arguments that are not those of a chat completion."""
 
 _APPEND = "append_messages"
 _split = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -43,7 +38,7 @@ _parse = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 async def plan_given(
-    planner: "Planner", request: ChatRequest, given: GivenIds, model: ServedModel, claims: Claims
+    planner: Planner, request: ChatRequest, given: GivenIds, model: ServedModel, claims: Claims
 ) -> PromptPlan:
     """Plan a prompt of given ids, with the messages that the request appends to them.
 
@@ -70,20 +65,26 @@ async def plan_given(
     )
 
 
-def check_ids_fit(request: ChatRequest, given: GivenIds, model: ServedModel) -> None:
-    """Refuse given ids that are longer than the context, unless the engine is to truncate them.
+async def plan_prefix(
+    planner: Planner, request: ChatRequest, prompt: bytes, prefix: int, model: ServedModel, claims: Claims
+) -> PromptPlan:
+    """Plan a prompt with `prefix` ids that the client requires, followed by the template's rendering.
 
-    Raises:
-        BadRequest: they are longer; `param` is the client's name for them.
+    Args:
+        prompt: the whole prompt as a compact JSON array.
     """
-    if is_truncated(request):
-        return
-    if model.max_model_len is not None and given.count > model.max_model_len:
-        raise too_long(model, given.count, given.field)
+    return PromptPlan(
+        source=Source.GIVEN,
+        placement=await place_given(planner, request, prompt, model, claims),
+        reason=Reason.PREFIX_GIVEN,
+        prompt=prompt,
+        reused=prefix,
+        appended=ids.check(prompt) - prefix,
+    )
 
 
 async def append_messages(
-    planner: "Planner", request: ChatRequest, given: GivenIds, model: ServedModel, *, to_complete: bool = True
+    planner: Planner, request: ChatRequest, given: GivenIds, model: ServedModel, *, to_complete: bool = True
 ) -> Appended:
     """Append messages to given ids with the chat template.
 
@@ -129,7 +130,7 @@ async def append_messages(
         prompt, size = ids.compact(given.raw), len(raw) + len(request.messages)
         media = _APPEND in request.media
         new = Continuation(prompt, given.count, None, _APPEND, 0, parse, media, size)
-        return await append(planner, request.rendering, model, new, most_ids)
+        return await planner.appender.append(request.rendering, model, new, most_ids)
     except TooManyIds as error:
         raise too_long(model, before + error.count, _APPEND, at_least=error.at_least) from error
     except msgspec.DecodeError as error:
@@ -153,7 +154,7 @@ def _history(request: ChatRequest) -> list[dict[str, Any]]:
 
 
 async def place_given(
-    planner: "Planner",
+    planner: Planner,
     request: ChatRequest,
     prompt: bytes,
     model: ServedModel,
@@ -215,7 +216,7 @@ async def place_given(
 
 
 async def _proves(
-    planner: "Planner",
+    planner: Planner,
     conversation: Conversation,
     match: Match,
     prompt: bytes,
@@ -251,11 +252,11 @@ async def _proves(
             return False
         return ids.dump(rendered) == prompt
 
-    return await planner.encoders.run(prove, conversation.size(first), tokenises=True, stop=stop)
+    return await planner.matcher.encoders.run(prove, conversation.size(first), tokenises=True, stop=stop)
 
 
 async def place_images(
-    planner: "Planner", request: ChatRequest, given: GivenIds, model: ServedModel
+    planner: Planner, request: ChatRequest, given: GivenIds, model: ServedModel
 ) -> tuple[GivenIds, tuple[PromptImage, ...]]:
     """The given ids with every image expanded, and where the images are in them.
 
@@ -285,7 +286,7 @@ async def place_images(
             refs = [ImageRef(f"{field}[{index}]", url) for index, url in enumerate(request.images)]
         else:
             refs = refs_in(_history(request), field)
-        loaded = await planner.images.load(refs, images, field)
+        loaded = await planner.appender.images.load(refs, images, field)
         expanded, prompt_images = expand_images(_unpack(given), images, loaded, 0)
     except NotLoadable as error:
         raise BadRequest(str(error), param=field, code="image_not_loaded") from error
@@ -314,7 +315,7 @@ def no_images(field: str) -> BadRequest:
 
 
 async def _recorded_images(
-    planner: "Planner", request: ChatRequest, given: GivenIds, model: ImageModel
+    planner: Planner, request: ChatRequest, given: GivenIds, model: ImageModel
 ) -> tuple[PromptImage, ...]:
     """The images of the recorded turn that given ids begin with. Raises BadRequest."""
     turns = await planner.matcher.longest_in_session(request, ids.compact(given.raw))

@@ -2,11 +2,10 @@
 
 import asyncio
 import logging
-from weakref import WeakSet
 
 from tokenproxy.base.request import ThinkingPolicy
 from tokenproxy.monitoring.metrics import Metrics
-from tokenproxy.record.appending import Auditor
+from tokenproxy.record.appending import Appender, Auditor
 from tokenproxy.record.cache import TurnCache
 from tokenproxy.record.claims import Pins, Tasks
 from tokenproxy.record.echo import Echoes
@@ -15,7 +14,7 @@ from tokenproxy.record.feed import FeedWatch, finish_idle_forever, report_consum
 from tokenproxy.record.images import ImageLoader
 from tokenproxy.record.match import Matcher
 from tokenproxy.record.planner import Planner
-from tokenproxy.record.recorder import Recording
+from tokenproxy.record.recorder import Recorder
 from tokenproxy.record.store import Store, StoreError
 
 log = logging.getLogger("tokenproxy")
@@ -44,26 +43,19 @@ class History:
         self.store = store
         self.encoders = encoders
         self.metrics = metrics
-        self.cache = TurnCache(cache_bytes)
         self.tasks = Tasks()
+        cache = TurnCache(cache_bytes)
+        self.recorder = Recorder(store, encoders, metrics, cache, self.tasks)
         self.pins = Pins(store, metrics)
-        matcher = Matcher(store, self.cache, encoders, metrics)
+        matcher = Matcher(store, cache, encoders, metrics)
         images = images or ImageLoader(encoders)
         renders = overflow == "render"
-        self.planner = Planner(matcher, encoders, auditor, images, thinking_policy, renders)
+        self.planner = Planner(matcher, Appender(encoders, auditor, images), thinking_policy, renders)
         self.echoes = Echoes(store, matcher.load, metrics)
-        self.recordings: WeakSet[Recording] = WeakSet()
-        """Of the running requests."""
         self.named: dict[str, asyncio.Event] = {}
         """Of the requests that run with an Idempotency-Key, by a digest of it: set when they end."""
         self.feed_watch = FeedWatch(store)
         self._finish_after_s = finish_after_s
-
-    def forget(self, rollout: str) -> None:
-        """Remove a deleted rollout: drop its turns from the cache, and do not record its running requests."""
-        self.cache.drop(rollout)
-        for recording in self.recordings:
-            recording.dropped.add(rollout)
 
     async def open(self) -> None:
         """Open the store. Raises StoreError."""

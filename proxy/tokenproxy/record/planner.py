@@ -12,7 +12,9 @@ import hashlib
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from chat_tokenizer import InvalidMessages, TemplateUnsupported, ids
+import msgspec
+
+from chat_tokenizer import InvalidMessages, TemplateUnsupported, TokenizationError, ids
 from chat_tokenizer.cache import BoundedCache
 from chat_tokenizer.canonical import NO_DEFAULTS, ArgumentDefaults, argument_defaults
 from chat_tokenizer.errors import TooManyIds
@@ -20,9 +22,9 @@ from chat_tokenizer.placeholders import PlaceholdersDiffer
 from tokenproxy.base.errors import RendererUnavailable
 from tokenproxy.base.request import ChatRequest, GivenIds, ThinkingPolicy
 from tokenproxy.record.appending import (
-    Auditor,
+    Appender,
     Continuation,
-    append,
+    check_ids_fit,
     is_truncated,
     most_prompt_ids,
     shows_dropped_thinking,
@@ -30,16 +32,18 @@ from tokenproxy.record.appending import (
 )
 from tokenproxy.record.cache import CachedTurn
 from tokenproxy.record.claims import Claims
-from tokenproxy.record.encoders import WORTH_A_THREAD_BYTES, EncoderPool
-from tokenproxy.record.given import UNREADABLE, check_ids_fit, place_given, plan_given
+from tokenproxy.record.encoders import WORTH_A_THREAD_BYTES
 from tokenproxy.record.identity import Conversation, Scope, scope_parts
-from tokenproxy.record.images import ImageLoader, NotLoadable, refs_in
+from tokenproxy.record.images import NotLoadable, refs_in
 from tokenproxy.record.match import Match, Matcher
 from tokenproxy.record.plan import Placement, PromptPlan, ServedModel, place, place_nowhere
 from tokenproxy.record.store import StoreError
 from tokenproxy.record.store_time import add_store_time
 from tokenproxy.record.turn import new_id
 from tokenproxy.record.vocabulary import Reason, Source
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TokenizationError)
+"""Raised for messages, tools or template arguments that are not those of a chat completion."""
 
 _HINT = (
     " The conversation keeps the exact ids of earlier turns. If the chat template renders it shorter, the "
@@ -54,9 +58,7 @@ class Planner:
     """Plans prompts. One per application."""
 
     matcher: Matcher
-    encoders: EncoderPool
-    auditor: Auditor
-    images: ImageLoader
+    appender: Appender
     thinking: ThinkingPolicy = ThinkingPolicy.KEEP
     """For requests that set none."""
     renders_overflow: bool = False
@@ -79,8 +81,6 @@ class Planner:
         """
         if request.prompts:
             return await self._plan_prompts(request, model, claims)
-        if request.given is not None:
-            return await plan_given(self, request, request.given, model, claims)
         try:
             conversation, scope = await self.identify(request, request.messages, model)
         except UNREADABLE:
@@ -104,23 +104,6 @@ class Planner:
         plan = PromptPlan(source=Source.RENDERED, placement=placement, reason=refusal or match.reason)
         return await self._with_images(plan, conversation, model)
 
-    async def plan_prefix(
-        self, request: ChatRequest, prompt: bytes, prefix: int, model: ServedModel, claims: Claims
-    ) -> PromptPlan:
-        """Plan a prompt with `prefix` ids that the client requires, followed by the template's rendering.
-
-        Args:
-            prompt: the whole prompt as a compact JSON array.
-        """
-        return PromptPlan(
-            source=Source.GIVEN,
-            placement=await place_given(self, request, prompt, model, claims),
-            reason=Reason.PREFIX_GIVEN,
-            prompt=prompt,
-            reused=prefix,
-            appended=ids.check(prompt) - prefix,
-        )
-
     async def identify(
         self, request: ChatRequest, messages: bytes, model: ServedModel
     ) -> tuple[Conversation, Scope]:
@@ -142,7 +125,7 @@ class Planner:
         key, size = digested.digest(), rendering.size
         made = self._read.get(key)
         if made is None:
-            made = read() if size < WORTH_A_THREAD_BYTES else await self.encoders.run(read, size)
+            made = read() if size < WORTH_A_THREAD_BYTES else await self.matcher.encoders.run(read, size)
             self._read.put(key, made)
         parts, defaults = made
         session = request.session.name if request.session is not None and request.session.explicit else None
@@ -150,7 +133,7 @@ class Planner:
         if len(messages) < WORTH_A_THREAD_BYTES:
             conversation = parse()
         else:
-            conversation = await self.encoders.run(parse, len(messages))
+            conversation = await self.matcher.encoders.run(parse, len(messages))
         return conversation, Scope(request.tenant, session, name, parts)
 
     async def _with_images(
@@ -165,7 +148,7 @@ class Planner:
             return plan
         try:
             refs = refs_in(conversation.parse(), "messages")
-            images = await self.images.load(refs, model.images, "messages")
+            images = await self.appender.images.load(refs, model.images, "messages")
         except NotLoadable:
             return replace(plan, reason=Reason.MEDIA)
         return replace(plan, rendered_images=images, placeholder=model.images.placeholder)
@@ -204,10 +187,10 @@ class Planner:
             if (request.thinking or self.thinking) is ThinkingPolicy.TEMPLATE:
                 arguments = (tokenizer, turn, conversation, match.end, request.rendering)
                 drops = partial(shows_dropped_thinking, *arguments)
-                if await self.encoders.run(drops, conversation.size()):
+                if await self.matcher.encoders.run(drops, conversation.size()):
                     return Reason.THINKING_DROPPED
             most_ids = None if whole is None else whole - turn.count
-            made = await append(self, request.rendering, model, new, most_ids)
+            made = await self.appender.append(request.rendering, model, new, most_ids)
         except TooManyIds as error:
             if self.renders_overflow:
                 return Reason.CONTEXT_OVERFLOW

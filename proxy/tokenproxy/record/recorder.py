@@ -8,9 +8,10 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from weakref import WeakSet
 
 import msgspec
 
@@ -18,15 +19,16 @@ from chat_tokenizer import InvalidIds, TokenizationError, ids
 from chat_tokenizer.placeholders import PlaceholdersDiffer
 from tokenproxy.base.request import EngineRoute
 from tokenproxy.monitoring.exchange import running_exchange, span
-from tokenproxy.record.cache import CachedTurn, cached_turn, hash_ids
-from tokenproxy.record.claims import Claims
+from tokenproxy.monitoring.metrics import Metrics
+from tokenproxy.record.cache import CachedTurn, TurnCache, cached_turn, hash_ids
+from tokenproxy.record.claims import Claims, Tasks
 from tokenproxy.record.completion import Completion, SampledChoice, untrainable_reason
-from tokenproxy.record.encoders import WORTH_A_THREAD_BYTES
+from tokenproxy.record.encoders import WORTH_A_THREAD_BYTES, EncoderPool
 from tokenproxy.record.identity import ids_entries, text_entries
 from tokenproxy.record.images import name_by_digest, placed_by_engine
 from tokenproxy.record.origin import origin_of
 from tokenproxy.record.plan import Placement, PromptPlan
-from tokenproxy.record.store import IndexEntry, StoreError
+from tokenproxy.record.store import IndexEntry, Store, StoreError
 from tokenproxy.record.turn import (
     PromptImage,
     Turn,
@@ -37,9 +39,6 @@ from tokenproxy.record.turn import (
     unpack_ids,
 )
 from tokenproxy.record.vocabulary import ABORTED, Problem, Source
-
-if TYPE_CHECKING:
-    from tokenproxy.record.history import History
 
 log = logging.getLogger("tokenproxy")
 
@@ -57,12 +56,31 @@ class NewTurn:
     """None if its prompt is unknown."""
 
 
+@dataclass(frozen=True, slots=True)
+class Recorder:
+    """What all recordings share. One per application."""
+
+    store: Store
+    encoders: EncoderPool
+    metrics: Metrics
+    cache: TurnCache
+    tasks: Tasks
+    running: "WeakSet[Recording]" = field(default_factory=WeakSet)
+    """Of the requests that run."""
+
+    def forget(self, rollout: str) -> None:
+        """Drop the turns of a deleted rollout from the cache, and do not record its running requests."""
+        self.cache.drop(rollout)
+        for recording in self.running:
+            recording.dropped.add(rollout)
+
+
 class Recording:
     """Records the turns of one request, as its choices end."""
 
     def __init__(
         self,
-        history: "History",
+        recorder: Recorder,
         plan: PromptPlan,
         claims: Claims,
         before_recording: BeforeRecording | None = None,
@@ -79,14 +97,14 @@ class Recording:
         """Name of the replica that serves the turns; set before the first one is added."""
         self.dropped: set[str] = set()
         """Rollouts that were deleted meanwhile."""
-        self._history = history
+        self._recorder = recorder
         self._claims = claims
         self._before_recording = before_recording
         self._holders: dict[int, Turn] = {}
         """The first turn that was recorded of each prompt. It holds the prompt, which the other choices
         share."""
         self._lock = asyncio.Lock()
-        history.recordings.add(self)
+        recorder.running.add(self)
         for prompt in plan.prompts:
             claims.hold(prompt.placement.session.id)
 
@@ -96,10 +114,10 @@ class Recording:
             if not placement.new_rollout or placement.conversation is None:
                 continue
             try:
-                await self._history.store.add(placement.session)
+                await self._recorder.store.add(placement.session)
             except StoreError as error:
                 consequence = f"rollout {placement.session.id} was not created before its first turn"
-                error.report(self._history.metrics, consequence)
+                error.report(self._recorder.metrics, consequence)
 
     async def add(self, completion: Completion) -> None:
         """Record the choices of a completion. Other requests find them after this returns.
@@ -107,12 +125,12 @@ class Recording:
         If the caller is cancelled, the recording still completes.
         """
         if self.plan.placement.conversation is not None and completion.choices:
-            await self._history.tasks.finish(self._add(completion))
+            await self._recorder.tasks.finish(self._add(completion))
 
     def add_later(self, completion: Completion) -> None:
         """Record choices that were broken off, in the background: their request is being cancelled."""
         if self.plan.placement.conversation is not None and completion.choices:
-            self._history.tasks.finish_later(self._add(completion))
+            self._recorder.tasks.finish_later(self._add(completion))
 
     async def _add(self, completion: Completion) -> None:
         async with self._lock:
@@ -134,28 +152,28 @@ class Recording:
         try:
             yield
         except StoreError as error:
-            self._history.metrics.store_errors.inc()
+            self._recorder.metrics.store_errors.inc()
             log.error("%s was not recorded: %s", what, error)
         except Exception:
-            self._history.metrics.store_errors.inc()
+            self._recorder.metrics.store_errors.inc()
             log.exception("%s could not be recorded", what)
 
     async def _record(self, position: int, completion: Completion) -> None:
         """Record the choices of one prompt, given its position."""
-        history, plan, holder = self._history, self.plan.prompts[position], self._holders.get(position)
+        recorder, plan, holder = self._recorder, self.plan.prompts[position], self._holders.get(position)
         placement = plan.placement
         if placement.session.id in self.dropped:
             log.info("a turn of %s is not recorded: its session was deleted", placement.session.id)
             return
         make = partial(new_turns, plan, completion, holder, self.replica)
         size = len(completion.prompt_ids or b"") + 8 * completion.sampled
-        turns = make() if size < WORTH_A_THREAD_BYTES else await history.encoders.run(make)
+        turns = make() if size < WORTH_A_THREAD_BYTES else await recorder.encoders.run(make)
         if not turns:
             return
-        evicted = await history.store.add(
+        evicted = await recorder.store.add(
             placement.session, [new.turn for new in turns], [new.entries for new in turns]
         )
-        metrics, sampled = history.metrics, sum(new.turn.completion_tokens for new in turns)
+        metrics, sampled = recorder.metrics, sum(new.turn.completion_tokens for new in turns)
         metrics.sampled_ids.inc(sampled)
         if holder is None:
             self._holders[position] = turns[0].turn
@@ -170,7 +188,7 @@ class Recording:
         for new in turns:
             metrics.turns.labels(new.turn.finish_reason or "unknown", new.turn.problem or "none").inc()
             if new.cached is not None:
-                history.cache.put(new.cached, new.turn.parent)
+                recorder.cache.put(new.cached, new.turn.parent)
 
 
 def _tell_trace(turns: list[NewTurn], sampled: int) -> None:
