@@ -3,8 +3,9 @@
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from chat_tokenizer import ids
 from tokenproxy.base.request import ChatRequest, Rendering, RetrySigns, SessionRef, Visible

@@ -1,7 +1,6 @@
 """One request for a chat turn, parsed once from any wire format. Data only."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -10,8 +9,7 @@ import msgspec
 from tokenproxy.base.types import Headers
 
 
-@dataclass(frozen=True, slots=True)
-class Visible:
+class Visible(msgspec.Struct, frozen=True):
     """The requested parts. The proxy itself always requests ids, log-probabilities and usage."""
 
     ids: bool
@@ -58,15 +56,14 @@ class EngineRoute(StrEnum):
     GENERATE = "/inference/v1/generate"
 
 
-@dataclass(frozen=True, slots=True)
-class Rendering:
+class Rendering(msgspec.Struct, frozen=True):
     """The inputs of a rendering besides the messages."""
 
     tools: bytes = b""
     """The request's tools as JSON; empty if none."""
     template_kwargs: bytes = b""
     """JSON object with the template's arguments; empty if none."""
-    options: Mapping[str, bytes] = field(default_factory=dict)
+    options: Mapping[str, bytes] = {}
     """Other fields that an engine's rendering may print, as JSON: `tool_choice`, `response_format`, ..."""
     add_generation_prompt: bool = True
 
@@ -84,8 +81,7 @@ class Rendering:
         return msgspec.json.decode(self.template_kwargs, type=dict[str, Any]) if self.template_kwargs else {}
 
 
-@dataclass(frozen=True, slots=True)
-class SessionRef:
+class SessionRef(msgspec.Struct, frozen=True):
     """The session that a request names."""
 
     name: str
@@ -93,8 +89,7 @@ class SessionRef:
     """False if the proxy chose the name, for a conversation without a session, and told it to the client."""
 
 
-@dataclass(frozen=True, slots=True)
-class GivenIds:
+class GivenIds(msgspec.Struct, frozen=True):
     """Prompt ids as a client sent them."""
 
     field: str
@@ -104,8 +99,7 @@ class GivenIds:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class RequiredPrefix:
+class RequiredPrefix(msgspec.Struct, frozen=True):
     """Ids with which a rendered prompt must begin: prompt and completion of an assistant turn."""
 
     field: str
@@ -116,8 +110,7 @@ class RequiredPrefix:
     """Index of the message that the ids end with; None for the last assistant message."""
 
 
-@dataclass(frozen=True, slots=True)
-class RetrySigns:
+class RetrySigns(msgspec.Struct, frozen=True):
     """The headers that show whether a request was sent before, and whether it may be sent again."""
 
     idempotency_key: bytes = b""
@@ -127,8 +120,7 @@ class RetrySigns:
     body: bytes = b""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRequest:
+class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request for the next turn of a conversation."""
 
     fields: Mapping[str, msgspec.Raw]
@@ -166,10 +158,10 @@ class ChatRequest:
     """Whether it arrived on the token route, where a history is never rendered."""
     special: str = ""
     """The `Reason` why the engine must render it even if its history was recorded; empty if none."""
-    tokens: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    tokens: Mapping[int, tuple[str, ...]] = {}
     """What the client sent back unread with an assistant message, by the index of the message; see
     `tokenproxy.record.echo`."""
-    echoed: Mapping[int, str] = field(default_factory=dict)
+    echoed: Mapping[int, str] = {}
     """The ids of the turns that these tokens name, after they were verified."""
     thinking: ThinkingPolicy | None = None
     """None for the server's default."""

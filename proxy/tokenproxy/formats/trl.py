@@ -11,10 +11,11 @@ put into one response:
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from chat_tokenizer import ids
 from tokenproxy.base.errors import BadRequest, EngineBroken

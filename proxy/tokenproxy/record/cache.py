@@ -8,10 +8,10 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from chat_tokenizer import ids
 from chat_tokenizer.canonical import NO_DEFAULTS, ArgumentDefaults
@@ -56,13 +56,12 @@ class IdChain:
         """Bytes that it takes in the cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class CachedTurn:
+class CachedTurn(msgspec.Struct, frozen=True, eq=False):
     """A recorded turn with its exact ids, and the digests by which requests match it."""
 
     id: str
     rollout: str
-    chain: IdChain = field(compare=False)
+    chain: IdChain
     """Begins with its ids, prompt and completion."""
     size: int
     """Bytes of its ids as a compact JSON array."""
@@ -81,7 +80,7 @@ class CachedTurn:
     """One digest for each assistant message of the conversation, in order."""
     rendered_turns: int
     """Number of the assistant messages that the engine rendered: those before the first recorded turn."""
-    hasher: Any = field(compare=False)
+    hasher: Any
     """blake2b over the packed ids, the source of `ids_digest`; a copy is updated with the ids of the next
     turn."""
     replica: str

@@ -16,10 +16,11 @@ import hmac
 import os
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from tokenproxy.base.request import ChatRequest
 from tokenproxy.monitoring.metrics import Metrics

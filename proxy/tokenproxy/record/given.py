@@ -2,11 +2,11 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from threading import Event
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from chat_tokenizer import InvalidIds, TemplateUnsupported, TokenizationError, ids
 from chat_tokenizer.encoder import Limit

@@ -222,8 +222,7 @@ class Conversation:
         return [parsed.message.reasoning for parsed in self.messages[first:end] if parsed.assistant]
 
 
-@dataclass(frozen=True, slots=True)
-class Scope:
+class Scope(msgspec.Struct, frozen=True):
     """The tenant and session of a conversation, its model, and how it is rendered."""
 
     tenant: str

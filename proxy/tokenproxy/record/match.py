@@ -9,8 +9,11 @@ with, whatever its text.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
 
 from chat_tokenizer import InvalidIds, ids
 from chat_tokenizer.canonical import extend
@@ -46,8 +49,7 @@ _EXPLAINED = 4
 _NOTHING = Found(0, [])
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(msgspec.Struct, frozen=True):
     """The recorded turn that a request continues, or the reason why there is none."""
 
     turn: CachedTurn | None = None

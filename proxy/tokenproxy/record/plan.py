@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from chat_tokenizer import ChatTokenizer
 from tokenproxy.base.errors import ApiError
@@ -17,8 +18,7 @@ from tokenproxy.record.turn import PromptImage, new_id
 from tokenproxy.record.vocabulary import Reason, Source
 
 
-@dataclass(frozen=True, slots=True)
-class ServedModel:
+class ServedModel(msgspec.Struct, frozen=True):
     """The model of an engine, as planning needs it."""
 
     name: str
@@ -48,8 +48,7 @@ class ServedModel:
         return Reason(code) if code in set(Reason) else Reason.NO_TOKENIZER
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """Where the turn of a request is recorded."""
 
     request: ChatRequest
@@ -58,13 +57,13 @@ class Placement:
     scope: Scope
     conversation: Conversation | None
     """The request's messages; None if they could not be read, or if nothing is to be recorded."""
-    turn_id: str = field(default_factory=new_id)
+    turn_id: str = msgspec.field(default_factory=new_id)
     """The turn id of choice 0; see `turn.turn_id`."""
     new_rollout: bool = False
     """Whether this is the first turn of the rollout, under a name that the proxy chose."""
     findable: bool
     """Whether the turn may be found by the text of its conversation."""
-    match: Match = field(default_factory=Match)
+    match: Match = Match()
     """The turn that the request continues, in any rollout."""
     parent: CachedTurn | None = None
     """The turn of the same rollout whose ids the prompt begins with."""
@@ -116,8 +115,7 @@ def place_nowhere(request: ChatRequest, model: ServedModel) -> Placement:
     return place(request, model, scope, None, Match())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptPlan:
+class PromptPlan(msgspec.Struct, frozen=True, kw_only=True):
     """How the prompt of a request is made."""
 
     source: Source

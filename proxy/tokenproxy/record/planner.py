@@ -9,10 +9,11 @@ A prompt is planned once, for the model of the fleet; after a failure another re
 
 import asyncio
 import hashlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
+from msgspec.structs import replace
 
 from chat_tokenizer import InvalidMessages, TemplateUnsupported, TokenizationError, ids
 from chat_tokenizer.cache import BoundedCache
@@ -121,7 +122,8 @@ class Planner:
 
         # tools may be long: they are digested as they are, and their length tells them from what follows
         digested = hashlib.blake2b(rendering.tools)
-        digested.update(repr((replace(rendering, tools=b""), *arguments[1:], len(rendering.tools))).encode())
+        others = (rendering.template_kwargs, rendering.options, rendering.add_generation_prompt)
+        digested.update(repr((len(rendering.tools), *others, *arguments[1:])).encode())
         key, size = digested.digest(), rendering.size
         made = self._read.get(key)
         if made is None:

@@ -8,12 +8,13 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import WeakSet
 
 import msgspec
+from msgspec.structs import replace
 
 from chat_tokenizer import InvalidIds, TokenizationError, ids
 from chat_tokenizer.placeholders import PlaceholdersDiffer

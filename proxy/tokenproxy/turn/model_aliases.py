@@ -6,8 +6,10 @@ A name that an engine serves, base model or adapter, is never mapped.
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+
+from msgspec.structs import replace
 
 from tokenproxy.base.fields import raw, read
 from tokenproxy.base.request import ChatRequest
