@@ -54,7 +54,7 @@ def _or_zero(sample: Sample) -> list[float]:
     return [0.0 if logprob is None else logprob for logprob in sample.logprobs]
 
 
-def _origin(sample: Sample) -> Row:
+def _identity(sample: Sample) -> Row:
     """The fields that identify a sample. Every row has the same keys, as batches require."""
     return {
         "rollout": sample.rollout,
@@ -75,7 +75,7 @@ def _origin(sample: Sample) -> Row:
 
 def _verl_fields(sample: Sample) -> Row:
     scores = [turn.reward for turn in sample.turns if turn.reward is not None]
-    return {"turn_scores": scores, **_origin(sample)}
+    return {"turn_scores": scores, **_identity(sample)}
 
 
 def _prime_rl_mask(sample: Sample) -> list[bool]:
@@ -183,7 +183,7 @@ SKYRL = Layout(
             "text", lambda sample: "stop" if sample.finish_reason in _ENGINE_STOP else sample.finish_reason
         ),
         "rollout_logprobs": Column("floats", _or_zero),
-        "env_metrics": Column("json", _origin),
+        "env_metrics": Column("json", _identity),
     }
 )
 """One entry of each list of SkyRL's `GeneratorOutput`.

@@ -71,13 +71,16 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     """What the client sent the request for: see `tokenproxy.samples.classes`. Empty if unknown."""
     agent: str = ""
     """The client's id of the agent that sent it; empty for the first agent of a session, or if unknown."""
+    parent_agent: str = ""
+    """The agent that started that one; empty for the first agent of a session, or if unknown."""
     requested_model: str = ""
     """The client's name for the model, if that is another one than the model's own."""
 
 
 UNCHANGED = (
     *("source", "reason", "finish_reason", "stop_reason", "temperature", "logprobs_mode"),
-    *("weights_uncertain", "routed_experts", "routed_experts_start", "agent", "requested_model"),
+    *("weights_uncertain", "routed_experts", "routed_experts_start"),
+    *("agent", "parent_agent", "requested_model"),
 )
 """The fields of a turn that its span holds as they are."""
 

@@ -1,6 +1,7 @@
 """The guard of a store: what a request waits, what is skipped, what is recorded later, and what is lost."""
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, cast
 
@@ -23,7 +24,7 @@ from tokenproxy.record.store import (
 )
 from tokenproxy.record.store_time import store_time
 from tokenproxy.record.turn import Turn
-from tokenproxy.store.guarded import GuardedStore, GuardLimits
+from tokenproxy.store.guarded import _READS, GuardedStore, GuardLimits
 from tokenproxy.store.sqlite import SqliteStore
 
 _STALLED_S = 0.01
@@ -135,6 +136,12 @@ async def test_calls_are_skipped_after_failures_and_tried_in_the_background(
     inner.errors.clear()
     await _well(store)
     assert await store.find([digest_of("k")]) == {} and store.health().error is None
+
+
+def test_every_call_of_the_store_is_stated_as_a_read_or_a_write() -> None:
+    calls = {name for name, value in vars(Store).items() if inspect.iscoroutinefunction(value)}
+    writes = {"add", "claim", "release", "pin", "delete", "finish", "put", "take", "evict"}
+    assert calls == _READS | writes | {"open", "aclose"}
 
 
 async def test_writes_that_stall_leave_reads_alone(store: GuardedStore, inner: Patient) -> None:
