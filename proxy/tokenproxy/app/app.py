@@ -71,7 +71,7 @@ def make_services(
             images,
             settings.thinking_policy,
         ),
-        WeightCalls(fleet, metrics, salted=settings.cache_salt_by_version),
+        WeightCalls(fleet, metrics),
         encoders,
         settings,
         model_aliases=ModelAliases([parse_alias(alias) for alias in settings.model_aliases]),

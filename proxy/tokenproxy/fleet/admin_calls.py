@@ -50,8 +50,6 @@ class Effect(StrEnum):
     """The version of the weights gets a name."""
     CALL = "call"
     """Anything: a method of the workers, which may load weights."""
-    CLEAR = "clear"
-    """The prefix cache is cleared."""
     ADD_ADAPTER = "add_adapter"
 
 
@@ -100,13 +98,13 @@ ADMIN_CALLS = (
     AdminCall(_GET, "/weight_info", "The version of the weights"),
     AdminCall(_POST, "/weight_checker", "Checksums of the weights"),
     AdminCall(_GET, "/get_world_size", "Workers of all replicas", join=Join.SUM, field="world_size"),
-    AdminCall(_POST, "/reset_prefix_cache", "Clear the prefix caches", Effect.CLEAR, Join.SUCCESS),
+    AdminCall(_POST, "/reset_prefix_cache", "Clear the prefix caches", join=Join.SUCCESS),
     AdminCall(_POST, "/reset_mm_cache", "Clear the caches of media"),
     AdminCall(_POST, "/reset_encoder_cache", "Clear the caches of encoders"),
     AdminCall(_POST, "/sleep", "Put all replicas to sleep", Effect.SLEEP),
     AdminCall(_POST, "/wake_up", "Wake all replicas up", Effect.WAKE, leaves=True),
     AdminCall(_GET, "/is_sleeping", "Whether the replicas sleep"),
-    AdminCall(_POST, "/release_kv_cache_memory", "Free the memory of the KV caches", Effect.CLEAR),
+    AdminCall(_POST, "/release_kv_cache_memory", "Free the memory of the KV caches"),
     AdminCall(
         *(_POST, "/collective_rpc", "Call a method of all workers", Effect.CALL, Join.CONCATENATE),
         field="results",

@@ -23,7 +23,6 @@ from tokenproxy.fleet.replica import Replica
 WORLD_SIZE = "/get_world_size"
 _WORLD_SIZE_S = 30.0
 _NOT_PASSED_ON = frozenset({b"x-replica", b"accept-encoding", b"idempotency-key"})
-_TRUE = ("true", "1", "yes", "on", "y", "t")
 
 
 async def make_requests(
@@ -126,16 +125,6 @@ def named_version(call: AdminCall, request: Request) -> str | None:
     if not version:
         raise BadRequest("`new_version` is required: a text", param="new_version")
     return version
-
-
-def cleared_by(call: AdminCall, request: Request) -> bool:
-    """Whether a call that succeeded cleared the prefix caches."""
-    if call.effect is Effect.PAUSE:
-        keeps = query_value(request, "mode", "abort") == "keep"
-        return query_value(request, "clear_cache", "false" if keeps else "true").lower() in _TRUE
-    if call.effect is Effect.SLEEP:
-        return query_value(request, "level", "1") != "0"
-    return call.effect is Effect.CLEAR
 
 
 def adapter_to_unload(request: Request) -> bytes | None:

@@ -36,9 +36,6 @@ REFUSED_S = 60.0
 _REMEMBERED_DEATHS = 4096
 _JSON = b"application/json"
 _ERROR_EVENT = re.compile(rb'(?:event: ?error\r?\n)?data: ?(\{"error".*\})\r?\n\r?\n')
-_COMPLETION_TOKENS = re.compile(rb'"completion_tokens": ?(\d{1,9})')
-_TAIL = 4096
-"""Bytes at the end of a body in which its usage is looked for."""
 _BAD_STATUSES = frozenset({500, 502, 503, 504})
 """Answers that another replica may do better."""
 _PAUSED_STATUS = 503
@@ -152,12 +149,6 @@ async def _acquire_after_pause(fleet: "Fleet", replica: Replica, routing: Routin
     return await fleet.acquire(routing)
 
 
-def completion_ids(body: bytes) -> int | None:
-    """How many ids were sampled, as the usage of a completion or of a stream's last chunks tells; a guess."""
-    found = _COMPLETION_TOKENS.findall(body, max(0, len(body) - _TAIL))
-    return int(found[-1]) if found else None
-
-
 class Run:
     """A request that counts as running on a replica until it ends; the response, if that is a stream."""
 
@@ -168,13 +159,12 @@ class Run:
         self.replica = replica
         self._fleet = fleet
         self._routing = routing
-        cached = routing.reused if replica.name == fleet.prefix_caches.holder(routing) else 0
         self._lease = replica.load.begin(routing.ids)
-        self._lease.to_read, self._lease.samples = routing.ids - cached, routing.completion
+        self._lease.samples = routing.completion
         replica.breaker.started(self._lease)  # at once: the next in the queue must not be a second trial
         # one that belongs to no conversation counts as one of its own while it runs
         self._conversation = routing.conversation or f"request/{id(self)}"
-        fleet.conversations.begin(self._conversation, replica.name, routing.ids)
+        fleet.conversations.begin(self._conversation, replica.name)
         self._response: Response | None = None
         self._chunks: AsyncIterator[bytes]
         self._first: bytes | None = None
@@ -203,11 +193,12 @@ class Run:
                 replica.note_loss()  # its engine may be dying: see `survived`
             else:
                 replica.breaker.succeeded()
-            if begun.status < 400:
-                self._completed(completion_ids(begun.body) or 0)
             self.end()
         elif replica.breaker.on_trial:
             replica.breaker.succeeded()
+        if begun.status < 400 and len(self._fleet.replicas) > 1:
+            for prompt in self._routing.prompts:
+                self._fleet.prefix_caches.note(prompt, replica.name)
         return begun
 
     async def survived(self, problem: EngineBroken | None = None) -> bool:
@@ -257,13 +248,11 @@ class Run:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body's bytes; those of an event stream end where events end."""
-        replica, last, events = self.replica, b"", 0
+        replica = self.replica
         chunk, self._first = self._first, None
         try:
             while chunk is not None:
                 replica.load.progress()
-                events += chunk.count(b"data:")
-                last = chunk
                 yield chunk
                 chunk = await anext(self._chunks, None)
         except EngineBroken as problem:
@@ -274,13 +263,6 @@ class Run:
             self._fleet.failed(replica, problem)
             raise
         replica.breaker.succeeded()
-        self._completed(completion_ids(last) or events)
-
-    def _completed(self, ids: int) -> None:
-        """Measure the replica by a response that arrived as a whole, with so many sampled ids."""
-        if ids:
-            self.replica.load.completed(self._lease, ids)
-            self._fleet.expected_ids += 0.05 * (ids - self._fleet.expected_ids)
 
     async def read(self) -> bytes:
         """The whole body."""

@@ -11,10 +11,9 @@ from tokenproxy.base.errors import ApiError, EngineBroken, EngineTimeout, Engine
 from tokenproxy.base.http import Request, Response
 from tokenproxy.engine.discovery import NO_TOKEN_IN
 from tokenproxy.fleet.affinity import Conversations, PrefixCaches
-from tokenproxy.fleet.choosing import Candidate, Choose, Routing, sticky_least_loaded
+from tokenproxy.fleet.choosing import Choose, Routing, sticky_least_loaded
 from tokenproxy.fleet.dispatch import Run, Suspects, Work, dispatch
 from tokenproxy.fleet.health import BreakerState, FleetWatch
-from tokenproxy.fleet.load import work_of
 from tokenproxy.fleet.model import FleetModel, choose_model
 from tokenproxy.fleet.queue import FairQueue
 from tokenproxy.fleet.replica import Replica
@@ -69,10 +68,8 @@ class Fleet:
             queue_requests, queue_timeout_s, Run.end, self.weights.suspension, clock
         )
         self.conversations = Conversations(clock=clock)
-        self.prefix_caches = PrefixCaches(self)
+        self.prefix_caches = PrefixCaches()
         self.suspects = Suspects(clock)
-        self.expected_ids = 200.0
-        """Mean number of ids in a completion, of late."""
         self._choose = choose
         self.watch = FleetWatch(self)
         self._next = 0
@@ -240,7 +237,7 @@ class Fleet:
         if overtakes and (run := take()) is not None:
             return run
         with queued():
-            return await self.queue.acquire(routing.tenant, routing.ids, take)
+            return await self.queue.acquire(routing.tenant, take)
 
     def next_run(self, routing: Routing, tried: Sequence[Replica]) -> Run | None:
         """Count a request as running on the least loaded replica that was not tried; None if there is none.
@@ -260,20 +257,12 @@ class Fleet:
         """The replica that the policy chooses."""
         if len(replicas) == 1:
             return replicas[0]
-        holder = self.prefix_caches.holder(routing)
-        candidates = [
-            Candidate(
-                replica.name,
-                replica.load.requests,
-                self.conversations.load(replica.name, routing.conversation),
-                replica.load.pace_s,
-                0.0 if replica.load.requests else replica.load.pace_age_s,
-                work_of(self.expected_ids, routing.ids - (routing.reused if replica.name == holder else 0)),
-            )
-            for replica in replicas
-        ]
-        chosen = self._choose(candidates, holder)
-        return next(replica for replica in replicas if replica.name == chosen.name)
+        holder = self.conversations.holder(routing.conversation) or routing.holder
+        if not holder and routing.prompts:
+            served = self.prefix_caches.find(routing.prompts[0])
+            holders = [replica for replica in replicas if replica.name in served]
+            holder = min(holders, key=lambda each: each.load.requests).name if holders else ""
+        return self._choose(replicas, holder)
 
     def did_worse(self, replica: Replica, response: Response, routing: Routing) -> None:
         """Take note that another replica served a request which got an error response from this one."""

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from tokenproxy.base.errors import BadRequest, EngineUnavailable
 from tokenproxy.base.http import JSON_HEADERS, Request, Response, query_value
 from tokenproxy.fleet.admin_calls import AdminCall, Effect, Join, Outcome, fan_out, join_answers
-from tokenproxy.fleet.admin_requests import adapter_to_unload, cleared_by, make_requests, named_version
+from tokenproxy.fleet.admin_requests import adapter_to_unload, make_requests, named_version
 from tokenproxy.fleet.fleet import Fleet
 from tokenproxy.fleet.replica import Replica
 from tokenproxy.fleet.shared import Failure, FleetState
@@ -46,9 +46,7 @@ _ENDS_PAUSE = frozenset({Effect.RESUME, Effect.WAKE})
 class WeightCalls:
     """Runs the admin calls of a fleet."""
 
-    def __init__(self, fleet: Fleet, metrics: Metrics, *, salted: bool = False) -> None:
-        """`salted`: whether cached prefixes belong to one version, so that another one cannot use them."""
-        self.salted = salted
+    def __init__(self, fleet: Fleet, metrics: Metrics) -> None:
         self.fleet = fleet
         self._metrics = metrics
         self._running: set[asyncio.Task[Response]] = set()
@@ -195,9 +193,6 @@ class _Call:
             state = self._progressed(state, done)
         if state != weights.state or weights.ahead:
             await weights.change(state)
-        if cleared_by(self._call, self._request):
-            for replica in done:
-                fleet.prefix_caches.forget(replica)
         for replica in fleet.replicas:
             replica.report_state()
         return await self._undo_adapter(outcomes) if effect is Effect.ADD_ADAPTER else ""
@@ -209,8 +204,6 @@ class _Call:
         named = [each.replica for each in outcomes if each.ok and each.replica not in self.unnamed]
         for replica in named:
             self._weights.named(replica, self.version)
-            if self._calls.salted:
-                self._fleet.prefix_caches.forget(replica)
         unknown = [outcome.replica for outcome in outcomes if not outcome.ok and not outcome.refused]
         for replica in unknown:
             replica.weight_version = None

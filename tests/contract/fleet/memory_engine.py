@@ -12,7 +12,7 @@ from tokenproxy.base.errors import ApiError, EngineBroken, EngineUnavailable, Un
 from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response
 from tokenproxy.engine.discovery import Model
 from tokenproxy.engine.protocol import Engine
-from tokenproxy.fleet.choosing import Candidate, Routing
+from tokenproxy.fleet.choosing import Routing
 from tokenproxy.fleet.fleet import Fleet
 from tokenproxy.fleet.replica import Replica
 from tokenproxy.fleet.tokenizers import Tokenizers
@@ -164,9 +164,9 @@ class _NoTokenizers(Tokenizers):
         raise Unsupported("no tokenizer here")
 
 
-def in_order(candidates: Sequence[Candidate], holder: str) -> Candidate:
+def in_order(replicas: Sequence[Replica], holder: str) -> Replica:
     """The choice of these tests: the first replica of the fleet."""
-    return candidates[0]
+    return replicas[0]
 
 
 def replica_of(

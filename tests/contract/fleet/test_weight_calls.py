@@ -17,7 +17,6 @@ from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy, wait_until
 from tokenproxy.base.http import BytesResponse, Request
 from tokenproxy.fleet.admin_calls import ADMIN_CALLS
-from tokenproxy.fleet.admin_requests import cleared_by
 from tokenproxy.fleet.fleet import Fleet
 from tokenproxy.fleet.shared import Failure, FleetState, SharedError, read_state, write_state
 from tokenproxy.fleet.weight_calls import WeightCalls
@@ -347,14 +346,6 @@ def test_the_version_as_cache_salt(start: Start) -> None:
             assert engine.last(_CHAT).json["cache_salt"] == salt
         client.post("/v1/completions", json={"prompt": [1, 74], "n": 2})
         assert engine.last("/v1/completions").json.items() >= {"n": 2, "cache_salt": "7"}.items()
-
-
-def test_a_call_that_clears_the_prefix_cache_is_known() -> None:
-    clear = ["/reset_prefix_cache", "/pause?mode=abort", "/pause?mode=keep&clear_cache=true", "/sleep"]
-    keep = ["/pause?mode=keep", "/pause?mode=abort&clear_cache=false", "/sleep?level=0", "/reset_mm_cache"]
-    for call in clear + keep:
-        [rule] = [each for each in ADMIN_CALLS if each.path == call.partition("?")[0]]
-        assert cleared_by(rule, Request("POST", call)) is (call in clear), call
 
 
 async def test_the_state_in_a_store() -> None:
