@@ -21,8 +21,7 @@ from tokenproxy.engine.pool import CONNECT_TIMEOUT_S, ConnectionPool, Verify
 
 GRACE_S = 5.0
 SLOWEST = 20_000
-"""Bytes per second, after GRACE_S, of what an engine sends in one piece: a whole body, or one event."""
-_EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
+"""Bytes per second, after GRACE_S, of a body that is no stream; an engine that is slower counts as broken."""
 _STREAM_PIECE_BYTES = 64 * 1024
 _BODY_PIECE_BYTES = 2**30
 _HOP_BY_HOP = frozenset(
@@ -184,27 +183,25 @@ class HttpResponse:
         stream = is_event_stream(self.headers)
         # small pieces, because several steps each hold one while the client does not read
         piece_bytes = _STREAM_PIECE_BYTES if stream else _BODY_PIECE_BYTES
-        limit, waited_s = ReadLimit(stream, self._idle_timeout_s), 0.0
+        received, waited_s = (
+            0,
+            0.0,
+        )  # only time spent waiting for the engine counts, not that of a slow client
         try:
-            while True:
-                chunk = connection.take(piece_bytes)
-                if chunk is None:
-                    began = self._clock()
-                    left_s = limit.seconds()
-                    try:
-                        await connection.wait(None if left_s is None else max(0.0, left_s - waited_s))
-                    except TimeoutError:
-                        if not self._was_paused():
-                            raise
-                        waited_s = 0.0
-                        continue
-                    waited_s += self._clock() - began
+            while (chunk := connection.take(piece_bytes)) != b"":
+                if chunk is not None:
+                    received, waited_s = received + len(chunk), 0.0 if stream else waited_s
+                    yield chunk
                     continue
-                if not chunk:
-                    return
-                limit.received(chunk, waited_s)
-                waited_s = 0.0
-                yield chunk
+                limit_s = self._idle_timeout_s if stream else GRACE_S + received / SLOWEST
+                began = self._clock()
+                try:
+                    await connection.wait(None if limit_s is None else max(0.0, limit_s - waited_s))
+                    waited_s += self._clock() - began
+                except TimeoutError:
+                    if not self._was_paused():
+                        raise
+                    waited_s = 0.0
         except TimeoutError as error:
             raise EngineTimeout(f"{self._name} sends its response too slowly", received=True) from error
         except BrokenOff as error:
@@ -224,50 +221,3 @@ class HttpResponse:
         connection, self._connection = self._connection, None
         if connection is not None:
             self._pool.give_back(connection)
-
-
-class ReadLimit:
-    """How long the next bytes of a body may take.
-
-    A stream may pause between two events. An event, or a body that is not a stream, must arrive at a minimum
-    rate; an engine that is slower counts as broken. Only time spent waiting for the engine counts, not the
-    time that a slow client takes.
-    """
-
-    def __init__(self, stream: bool, idle_timeout_s: float | None) -> None:
-        self._stream = stream
-        self._idle_timeout_s = idle_timeout_s
-        self._between = stream
-        """Whether the last bytes ended an event."""
-        self._bytes = 0
-        self._waited_s = 0.0
-        self._last = b""
-        """The last four bytes: the end of an event may arrive in two pieces."""
-
-    def seconds(self) -> float | None:
-        """Seconds to wait for the next bytes; None for no limit."""
-        if self._between:
-            return self._idle_timeout_s
-        return max(0.0, GRACE_S + self._bytes / SLOWEST - self._waited_s)
-
-    def received(self, chunk: bytes, waited_s: float) -> None:
-        """Take note of bytes that arrived after a wait of `waited_s` seconds."""
-        if self._stream and chunk.endswith(_EVENT_ENDS):  # nearly always
-            self._between, self._last = True, chunk[-4:]
-            self._bytes, self._waited_s = len(chunk), 0.0
-            return
-        ended = self._stream and any(self._ends(end, chunk) for end in _EVENT_ENDS)
-        self._last = (self._last + chunk[-4:])[-4:]
-        if ended:
-            self._between = self._last.endswith(_EVENT_ENDS)
-            self._bytes, self._waited_s = 0, 0.0  # of the event that began in this chunk
-        elif self._between:
-            self._between = False
-        else:
-            self._waited_s += waited_s
-        self._bytes += len(chunk)
-
-    def _ends(self, end: bytes, chunk: bytes) -> bool:
-        """Whether a chunk completes an event that ends with `end`."""
-        part = len(end) - 1
-        return end in chunk or end in self._last[-part:] + chunk[:part]

@@ -4,6 +4,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import msgspec
+
 from tokenproxy.base.errors import EngineBroken
 from tokenproxy.base.http import Request, Response
 
@@ -89,3 +91,12 @@ async def examine(engine: Engine, request: Request) -> tuple[int, bytes]:
     if status in _TELLS_NOTHING:
         raise EngineBroken(f"{engine.name} returned status {status} for {request.path}; retrying later")
     return status, body
+
+
+def error_text(body: bytes) -> str:
+    """The message of an engine's error object; the body itself if it is none. At most 300 characters."""
+    try:
+        error = msgspec.json.decode(body)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)[:300]
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
+        return body.decode("utf-8", "replace")[:300]

@@ -19,7 +19,7 @@ from tokenproxy.engine.token_in import TokenRequest, rename_errors
 from tokenproxy.fleet.choosing import BYTES_PER_ID, Routing, body_digest
 from tokenproxy.fleet.model import FleetImages, FleetModel
 from tokenproxy.fleet.replica import Replica
-from tokenproxy.fleet.weight_tags import WeightTag
+from tokenproxy.fleet.weight_tags import WeightTag, unknown
 from tokenproxy.monitoring.exchange import running_exchange, span
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.monitoring.spans import Span, Value
@@ -93,6 +93,8 @@ class PlannedTurn:
         capabilities, images, single = replica.require_capabilities(), self.plan.images, b""
         prompt, given = self.plan.prompt, self.request.required_prefix or self.request.given
         token_in = GenerateTokenIn() if images else capabilities.require_token_in()
+        if isinstance(token_in, GenerateTokenIn):
+            self.tag.progress = unknown  # its response arrives as a whole
         if images:
             placeholder = capabilities.require_images().placeholder
             single = await self.services.encoders.run(
