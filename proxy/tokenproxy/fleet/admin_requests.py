@@ -4,7 +4,6 @@ Most calls are passed on as they are. These differ:
 
     /pause?mode=keep               clear_cache=false is added: a cache that requests still use is not cleared
     /init_weight_transfer_engine   rank_offset of replica i = the given one + workers of the replicas before i
-    /update_weights                a list with one entry for each worker is cut into the parts of the replicas
     /finish_weight_update          gets a version if the trainer named none
 """
 
@@ -47,8 +46,6 @@ async def make_requests(
     bodies = [body] * len(replicas)
     if effect is Effect.JOIN:
         bodies = await _with_rank_offsets(body, headers, replicas)
-    elif effect is Effect.LOAD:
-        bodies = await _with_own_updates(body, headers, replicas)
     elif effect is Effect.FINISH:
         fields = {name: value for name, value in _fields(body).items() if name != "weight_version"}
         named = fields | ({"weight_version": raw(version)} if version is not None else {})
@@ -80,25 +77,6 @@ async def _with_rank_offsets(body: bytes, headers: Headers, replicas: Sequence[R
         )
     infos = [{**info, "rank_offset": raw(start)} for start in accumulate(sizes[:-1], initial=offset)]
     return [join({**fields, "init_info": msgspec.Raw(join(each))}) for each in infos]
-
-
-async def _with_own_updates(body: bytes, headers: Headers, replicas: Sequence[Replica]) -> list[bytes]:
-    """An update may be a list with one entry for each worker, in the order of their ranks."""
-    fields = parse(body)
-    info = fields.get("update_info")
-    if info is None:
-        raise BadRequest("`update_info` is required", param="update_info")
-    if len(replicas) == 1 or bytes(memoryview(info)[:1]) != b"[":
-        return [body] * len(replicas)
-    entries = msgspec.json.decode(info, type=list[msgspec.Raw])
-    sizes = await _world_sizes(headers, replicas)
-    if len(entries) != sum(sizes):
-        raise BadRequest(
-            f"`update_info` has {len(entries)} entries, but the fleet has {sum(sizes)} workers",
-            param="update_info",
-        )
-    parts = [entries[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True)]
-    return [join({**fields, "update_info": raw(part)}) for part in parts]
 
 
 async def _world_sizes(headers: Headers, replicas: Sequence[Replica]) -> list[int]:

@@ -179,8 +179,6 @@ class Run:
                 response = await work(replica)
                 begun = await self._begun(response)
         except BaseException as error:  # cancellation too: the request no longer counts as load
-            if isinstance(error, EngineBroken):
-                replica.note_loss()
             self.end()
             if response is not None:
                 await response.aclose()
@@ -189,9 +187,7 @@ class Run:
             raise
         replica.load.answered(lease)
         if isinstance(begun, BytesResponse):
-            if begun.status in _BAD_STATUSES and not _says_paused(begun):
-                replica.note_loss()  # its engine may be dying: see `survived`
-            else:
+            if begun.status not in _BAD_STATUSES or _says_paused(begun):
                 replica.breaker.succeeded()
             self.end()
         elif replica.breaker.on_trial:
@@ -214,8 +210,8 @@ class Run:
             return True
         if digest is None:
             return True
-        death, alone = (replica.name, replica.losses), replica.lost_requests == 1
-        return self._fleet.suspects.engine_died(digest(), death, alone=alone)
+        death = (replica.name, replica.discoveries)
+        return self._fleet.suspects.engine_died(digest(), death, alone=self._lease.alone)
 
     async def _begun(self, response: Response) -> Response:
         """The response, its beginning read: itself for a stream, else the whole body.
@@ -256,7 +252,6 @@ class Run:
                 yield chunk
                 chunk = await anext(self._chunks, None)
         except EngineBroken as problem:
-            replica.note_loss()
             await self.survived(problem)
             raise
         except EngineTimeout as problem:

@@ -59,15 +59,12 @@ class Breaker:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.reason = ""
         """The failure that opened it."""
-        self.proved_by_probe = True
-        """Whether an answer to a request for one token ends a trial."""
         self._clock = clock
         self._failures = 0
         self._open_s = 0.0
         self._opened_at: float | None = None
         self._last_opened: float | None = None
         self._trial: object | None = None
-        self._trial_began = 0.0
 
     @property
     def state(self) -> BreakerState:
@@ -81,10 +78,6 @@ class Breaker:
         if self._opened_at is None:
             return 0.0
         return max(0.0, self._opened_at + self._open_s - self._clock())
-
-    def trial_s(self) -> float:
-        """Seconds since the trial began; 0 if none runs."""
-        return self._clock() - self._trial_began if self.on_trial else 0.0
 
     @property
     def on_trial(self) -> bool:
@@ -100,7 +93,7 @@ class Breaker:
     def started(self, request: object) -> None:
         """Take note that a request is sent; half open, it is the trial, unless another one is."""
         if self.state is BreakerState.HALF_OPEN and self._trial is None:
-            self._trial, self._trial_began = request, self._clock()
+            self._trial = request
 
     def ended(self, request: object) -> None:
         """Take note that a request ended. If it was an undecided trial, the next request is the trial."""
@@ -110,7 +103,6 @@ class Breaker:
     def reset(self) -> None:
         """Close the breaker, because the engine was restarted."""
         self._failures, self._trial, self._opened_at = 0, None, None
-        self.proved_by_probe = True
 
     def succeeded(self) -> None:
         """Take note of a response. While the breaker is open, late responses are ignored."""
@@ -150,8 +142,7 @@ log = logging.getLogger("tokenproxy")
 
 INTERVAL_S = 0.5
 SILENT_S = 3.0
-"""The shortest silence that counts. A trial that runs for longer is decided by a request for one token: a
-whole completion may take minutes, and all other requests wait for its end. A shorter one proves more."""
+"""The shortest silence that counts."""
 _TIMES_SLOWER = 3.0
 """How many times longer than usual silences a silence must be to count."""
 PROBE_S = 2.5
@@ -235,9 +226,8 @@ class FleetWatch:
                 continue
             # after each answer to a request for one token the next one comes later
             probed_after_s = replica.load.unserved_s() - silent_s
-            suspicious = silent_s > max(_TIMES_SLOWER * replica.load.usual_silence_s(), probed_after_s)
-            if suspicious or replica.breaker.trial_s() > SILENT_S:
-                self._probes[replica.name] = asyncio.create_task(self._probe(replica, suspicious))
+            if silent_s > max(_TIMES_SLOWER * replica.load.usual_silence_s(), probed_after_s):
+                self._probes[replica.name] = asyncio.create_task(self._probe(replica))
         for replica in [each for each in fleet.leaving if not each.load.requests]:
             await fleet.forget(replica)
 
@@ -248,19 +238,18 @@ class FleetWatch:
             return False
         return fleet.has_alternative(replica)
 
-    async def _probe(self, replica: "Replica", suspicious: bool) -> None:
+    async def _probe(self, replica: "Replica") -> None:
         try:
-            fault = await self._fault(replica, suspicious)
+            fault = await self._fault(replica)
             if fault and self._fleet.has_alternative(replica):
-                replica.breaker.proved_by_probe = fault != _HUNG
                 self._fleet.eject(replica, fault)
         finally:
             del self._probes[replica.name]
 
-    async def _fault(self, replica: "Replica", suspicious: bool) -> str:
+    async def _fault(self, replica: "Replica") -> str:
         """Ask for one token; returns why the replica counts as dead, empty if it does not.
 
-        It does if it is suspicious and does not answer, or answers and hangs, and nothing explains that.
+        It does if it does not answer, or answers and hangs, and nothing explains that.
         """
         before, silent_s = await _token_count(replica), replica.load.silent_s()
         request = {"messages": [{"role": "user", "content": "."}], "max_tokens": 1}
@@ -273,17 +262,13 @@ class FleetWatch:
         except OutOfSockets:
             return ""  # this process is at fault, not the replica
         except ApiError as error:
-            if suspicious:
-                self._fleet.failed(replica, error)
+            self._fleet.failed(replica, error)
             return ""
         if 0 < status < 500:
             replica.load.note_probe()
-            proved = status == 200 and replica.breaker.proved_by_probe
-            if proved and replica.breaker.trial_s() > SILENT_S:
-                replica.breaker.succeeded()
             return _HUNG if await self._hangs(replica) else ""
         progressed = replica.load.silent_s() < silent_s or before != await _token_count(replica)
-        if not suspicious or progressed or self.was_late:
+        if progressed or self.was_late:
             return ""
         return "" if await self._fleet.weights.explains_silence(replica) else _DEAD
 

@@ -22,6 +22,8 @@ class Lease:
     """On the clock of `time.monotonic`."""
     deadline: asyncio.Timeout | None = None
     """Ends the wait for the first byte. None after the first byte was sent to the client."""
+    alone: bool = True
+    """Whether no other request ran on the replica at the same time."""
     last_try: bool = False
     """Whether the request may not run again if this replica fails."""
     samples: bool = False
@@ -56,7 +58,9 @@ class Load:
         now = self.clock()
         if not self.running:
             self._progressed = self._served = now
-        lease = Lease(ids, now)
+        lease = Lease(ids, now, alone=not self.running)
+        if len(self.running) == 1:  # of several none is alone any more
+            next(iter(self.running)).alone = False
         self.running.add(lease)
         return lease
 

@@ -86,10 +86,8 @@ class Replica:
         self.breaker = Breaker(clock)
         self.draining = False
         """Whether it gets no more requests, and those that run end."""
-        self.losses = 0
-        """Number of times that connections broke under requests. Those that break together count as one."""
-        self.lost_requests = 0
-        """How many requests ran when connections broke last; 0 if it has responded since."""
+        self.discoveries = 0
+        """How often discovery succeeded: the engine was started at least as often."""
         self._lacking: dict[str, float] = {}
         """When it answered 404 for a model that another replica serves, by the model's name."""
         self.capabilities: Capabilities | None = None
@@ -188,11 +186,6 @@ class Replica:
         """Check the engine's health now instead of at the next interval: a request to it failed."""
         self._check_due.set()
 
-    def note_loss(self) -> None:
-        """A connection broke under a request that still counts as running."""
-        self.losses += not self.lost_requests
-        self.lost_requests = max(self.lost_requests, self.load.requests)
-
     def note_lack(self, model: str) -> None:
         """Take note that it does not serve a model that another replica serves, and check what it serves."""
         self._lacking[model] = self._clock()
@@ -220,8 +213,6 @@ class Replica:
         # vLLM's API server outlives its engine for a moment, and answers 503
         if not healthy:
             self.mark_down(EngineUnavailable(f"{self.name} does not respond to /health"))
-        else:
-            self.lost_requests = 0
         return healthy
 
     async def _verify(self) -> None:
@@ -353,7 +344,8 @@ class Replica:
             self.engine.verify(self._verify)
             self.breaker.reset()
             self.load.responded = False
-            self.lost_requests = self._misses = 0
+            self.discoveries += 1
+            self._misses = 0
             self._lacking.clear()
         first_try, self.was_tried = not self.was_tried, True
         if self.capabilities is None and first_try:

@@ -12,13 +12,12 @@ import datetime
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace as with_fields
 
 from msgspec.structs import replace
 
 from tokenproxy.base.errors import BadRequest, EngineUnavailable
 from tokenproxy.base.http import JSON_HEADERS, Request, Response, query_value
-from tokenproxy.fleet.admin_calls import AdminCall, Effect, Join, Outcome, fan_out, join_answers
+from tokenproxy.fleet.admin_calls import AdminCall, Effect, Outcome, fan_out, join_answers
 from tokenproxy.fleet.admin_requests import adapter_to_unload, make_requests, named_version
 from tokenproxy.fleet.fleet import Fleet
 from tokenproxy.fleet.replica import Replica
@@ -89,12 +88,6 @@ class WeightCalls:
             requests = await make_requests(call, request, running.targets, running.version, running.unnamed)
             await running.prepare()
             outcomes = await fan_out(requests, weights.timeout_s)
-            if call.join is Join.SUCCESS:
-                told = "it answered success: false"
-                outcomes = [
-                    with_fields(each, problem=told) if each.ok and each.value("success") is False else each
-                    for each in outcomes
-                ]
             note = await running.conclude(outcomes)
         finally:
             weights.calls -= 1
@@ -246,11 +239,11 @@ class _Call:
         for name in [replica.name for replica in done if replica.name in failures]:
             failure = failures[name]
             again = failure.path == call.path and call.effect in (Effect.CALL, *_ENDS_PAUSE)
-            finished = call.effect is Effect.FINISH and failure.repairing
-            if call.path == _BEGINS_REPAIR and failure.loading:
-                failures[name] = replace(failure, repairing=True)
-            elif again or finished or (call.effect is Effect.NAME and self._only):
-                log.info("%s gets requests again: %s succeeded on it", name, call.path)
+            stated = bool(self._only) and call.effect in (Effect.FINISH, Effect.NAME)
+            # requests wait until that update has ended
+            begun = call.path == _BEGINS_REPAIR and failure.loading and not self._only
+            if again or stated or begun:
+                log.info("%s succeeded on %s, on which %s had failed", call.path, name, failure.path)
                 del failures[name]
         return replace(state, failures=failures)
 

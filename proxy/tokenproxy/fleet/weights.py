@@ -61,8 +61,6 @@ class Weights:
         self._clock = fleet.clock
         self.suspension = Suspension(self._clock)
         self._tags: WeakSet[WeightTag] = WeakSet()
-        self._without_version: WeakSet[Replica] = WeakSet()
-        """Replicas without development routes: they are asked again after they were restarted."""
         self._words_lock = asyncio.Lock()
         self._reads_begun = self._last_read = 0
         """Number of reads of the store that began, and of the last one that ended."""
@@ -175,7 +173,6 @@ class Weights:
         """Ask a replica for its version, before it gets requests: it may have been restarted."""
         await self.refresh()
         replica.weight_version = None
-        self._without_version.discard(replica)
         await self._ask(replica)
         if problem := self.problem(replica):
             log.warning("%s gets no requests: %s", replica.name, problem)
@@ -295,8 +292,7 @@ class Weights:
                 await self._give_up_update()
         elif now - max(self._asked_at, self._moved_at) >= self._fleet.watch_interval_s:
             self._asked_at = now
-            ready = [each for each in self._fleet.replicas if each.ready]
-            asked = [replica for replica in ready if replica not in self._without_version]
+            asked = [each for each in self._fleet.replicas if each.ready]
             await asyncio.gather(*(self._ask(replica) for replica in asked))
             if self.state is state and state.paused:
                 await self._check_pause(asked)
@@ -329,8 +325,6 @@ class Weights:
         answer = await ask(replica.questions, replica, Request("GET", "/weight_info"), _ASK_S)
         if not answer.status or answer.status >= 500:
             return
-        if not answer.ok:
-            self._without_version.add(replica)
         value = answer.value("weight_version") if answer.ok else None
         version = value if isinstance(value, str) else None
         if version == replica.weight_version:

@@ -293,24 +293,6 @@ async def _eject(fleet: Fleet, bad: MemoryEngine) -> None:
 
 
 @stepped
-async def test_a_long_trial_is_decided_by_a_request_for_one_token() -> None:
-    bad, good = engines(2)
-    async with fleet_of(bad, good, interval_s=600.0) as fleet:
-        await _eject(fleet, bad)
-        bad.usual = waits(60.0)
-        await elapse(6.2)
-        trial = asyncio.create_task(ask(fleet))
-        await elapse(2.0)
-        breaker = fleet.replicas[0].breaker
-        assert (breaker.state, breaker.on_trial) == (BreakerState.HALF_OPEN, True)
-        await _served(fleet, 2)
-        assert (bad.started, breaker.state) == (4, BreakerState.HALF_OPEN)
-        await elapse(3.0)
-        assert breaker.state is BreakerState.CLOSED
-        assert (await trial)[0] == 200
-
-
-@stepped
 async def test_a_trial_that_just_began_is_not_decided_by_a_probe() -> None:
     """Although an earlier request has waited for long, so that the replica looks silent."""
     bad, good = engines(2)

@@ -70,13 +70,6 @@ def test_a_rendezvous_gets_all_replicas_at_once_and_each_its_ranks(start: Start)
         assert [engine.version for engine in replicas] == ["7"] * 4
         assert client.get("/weight_info").json() == {"weight_version": "7"}
         assert all(len(engine.seen("/update_weights")) == 1 for engine in replicas)
-        client.post("/start_weight_update")
-        entries = [{"n": number} for number in range(8)]
-        assert client.post("/update_weights", json={"update_info": entries}).is_success
-        parts = [entries[:2], entries[2:3], entries[3:7], entries[7:]]
-        assert [engine.update_info for engine in replicas] == parts
-        refused = client.post("/update_weights", json={"update_info": entries[:1]})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "update_info")
 
 
 def test_a_call_that_cannot_be_right_reaches_nobody(start: Start) -> None:
@@ -84,7 +77,6 @@ def test_a_call_that_cannot_be_right_reaches_nobody(start: Start) -> None:
     wrong: list[tuple[str, Any, str]] = [
         ("/init_weight_transfer_engine", {"init_info": {"rank_offset": "x"}}, "init_info.rank_offset"),
         ("/finish_weight_update", {"weight_version": 7}, "weight_version"),
-        ("/update_weights", [1], "body"),
     ]
     with run_proxy(replicas) as client:
         for path, body, param in wrong:
