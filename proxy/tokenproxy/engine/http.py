@@ -70,12 +70,12 @@ class HttpEngine:
             suspended_seconds: returns how long engines were paused until now. A pause starts the time anew.
             clock: the time that the event loop's own waits follow.
         """
-        self._clock = clock
-        self._suspended_seconds = suspended_seconds
+        self.clock = clock
+        self.suspended_seconds = suspended_seconds
         self.name = without_credentials(normalise_base_url(base_url))
         url = URL(self.name)
-        self._pool = ConnectionPool(url, self.name, connect_timeout_s)
-        self._idle_timeout_s = idle_timeout_s
+        self.pool = ConnectionPool(url, self.name, connect_timeout_s)
+        self.idle_timeout_s = idle_timeout_s
         self._path = url.raw_path.rstrip("/")
         self._host = url.raw_authority.encode()
         authorization = url_credentials(base_url) or (f"Bearer {api_key}" if api_key else None)
@@ -88,19 +88,19 @@ class HttpEngine:
             BadRequest: a header or the path holds a line break.
         """
         head = self._head(request)
-        connection = await self._pool.get(request.method, fresh=request.fresh)
-        began = self._clock()
+        connection = await self.pool.get(request.method, fresh=request.fresh)
+        began = self.clock()
         try:
             return await self._send(connection, request, head)
         except Disconnected:
             closed = EngineBroken(f"{self.name} closed the connection before it responded")
             # a connection that the engine closed while it was idle breaks at once
-            stale = connection.reused and self._clock() - began < _STALE_S
+            stale = connection.reused and self.clock() - began < _STALE_S
             if not (request.repeatable or request.method in _SAFE) or not stale:
                 raise closed from None
         try:
             # the engine may have closed all idle connections
-            return await self._send(await self._pool.get(request.method, fresh=True), request, head)
+            return await self._send(await self.pool.get(request.method, fresh=True), request, head)
         except (Disconnected, EngineUnavailable, EngineTimeout):
             # the engine may have received the first attempt, so this is not EngineUnavailable
             raise closed from None
@@ -115,9 +115,7 @@ class HttpEngine:
         except BaseException:  # cancellation too: the response of this request must not reach the next one
             connection.abort()
             raise
-        return HttpResponse(
-            connection, self._pool, self.name, self._idle_timeout_s, self._suspended_seconds, self._clock
-        )
+        return HttpResponse(connection, self)
 
     def _head(self, request: Request) -> bytes:
         """The request line and the headers."""
@@ -141,34 +139,22 @@ class HttpEngine:
 
         None while discovery runs: it verifies the engine itself.
         """
-        self._pool.verify = verify
+        self.pool.verify = verify
 
     async def aclose(self) -> None:
         """Close the idle connections."""
-        self._pool.close()
+        self.pool.close()
 
 
 class HttpResponse:
     """A response that is read from the socket as the caller consumes it."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        pool: ConnectionPool,
-        name: str,
-        idle_timeout_s: float | None = None,
-        suspended_seconds: Callable[[], float] = lambda: 0.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._clock = clock
-        self._suspended_seconds = suspended_seconds
-        self._suspended_s = suspended_seconds()
+    def __init__(self, connection: Connection, engine: HttpEngine) -> None:
         self.status = connection.status
         self.headers: Headers = [pair for pair in connection.headers if pair[0] not in _NOT_RETURNED]
         self._connection: Connection | None = connection
-        self._pool = pool
-        self._name = name
-        self._idle_timeout_s = idle_timeout_s
+        self._engine = engine
+        self._suspended_s = engine.suspended_seconds()
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body's bytes as they arrive.
@@ -177,7 +163,7 @@ class HttpResponse:
             EngineBroken: the connection broke.
             EngineTimeout: the stream pauses for too long, or its bytes arrive too slowly.
         """
-        connection = self._connection
+        connection, engine = self._connection, self._engine
         if connection is None:
             return
         stream = is_event_stream(self.headers)
@@ -193,23 +179,23 @@ class HttpResponse:
                     received, waited_s = received + len(chunk), 0.0 if stream else waited_s
                     yield chunk
                     continue
-                limit_s = self._idle_timeout_s if stream else GRACE_S + received / SLOWEST
-                began = self._clock()
+                limit_s = engine.idle_timeout_s if stream else GRACE_S + received / SLOWEST
+                began = engine.clock()
                 try:
                     await connection.wait(None if limit_s is None else max(0.0, limit_s - waited_s))
-                    waited_s += self._clock() - began
+                    waited_s += engine.clock() - began
                 except TimeoutError:
                     if not self._was_paused():
                         raise
                     waited_s = 0.0
         except TimeoutError as error:
-            raise EngineTimeout(f"{self._name} sends its response too slowly", received=True) from error
+            raise EngineTimeout(f"{engine.name} sends its response too slowly", received=True) from error
         except BrokenOff as error:
-            raise EngineBroken(f"{self._name} broke off in the middle of its response") from error
+            raise EngineBroken(f"{engine.name} broke off in the middle of its response") from error
 
     def _was_paused(self) -> bool:
         """Whether the engine is paused, or was since the last call: then its silence proves nothing."""
-        suspended_s, self._suspended_s = self._suspended_s, self._suspended_seconds()
+        suspended_s, self._suspended_s = self._suspended_s, self._engine.suspended_seconds()
         return self._suspended_s > suspended_s
 
     async def read(self) -> bytes:
@@ -220,4 +206,4 @@ class HttpResponse:
         """After the whole body return the connection to the pool, else close it: vLLM then aborts."""
         connection, self._connection = self._connection, None
         if connection is not None:
-            self._pool.give_back(connection)
+            self._engine.pool.give_back(connection)

@@ -162,9 +162,8 @@ class Run:
         self._lease = replica.load.begin(routing.ids)
         self._lease.samples = routing.completion
         replica.breaker.started(self._lease)  # at once: the next in the queue must not be a second trial
-        # one that belongs to no conversation counts as one of its own while it runs
-        self._conversation = routing.conversation or f"request/{id(self)}"
-        fleet.conversations.begin(self._conversation, replica.name)
+        if routing.conversation:
+            fleet.conversations.begin(routing.conversation, replica.name)
         self._response: Response | None = None
         self._chunks: AsyncIterator[bytes]
         self._first: bytes | None = None
@@ -276,9 +275,7 @@ class Run:
             return
         load.end(self._lease)
         self.replica.breaker.ended(self._lease)
-        fleet.conversations.finish(self._conversation)
-        if not self._routing.conversation:
-            fleet.conversations.end(self._conversation)
+        fleet.conversations.finish(self._routing.conversation)
         if fleet.queue.waiting:
             fleet.queue.wake()
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
@@ -72,7 +73,6 @@ class Fleet:
         self.suspects = Suspects(clock)
         self._choose = choose
         self.watch = FleetWatch(self)
-        self._next = 0
         self._started = self._all_tried = False
         for replica in replicas:
             self.add(replica)
@@ -195,10 +195,8 @@ class Fleet:
         Raises: as `send`.
         """
         ready = await self._usable(samples=False)
-        self._next += 1
-        start = self._next % max(1, len(ready))
         last: EngineTimeout | EngineBroken | None = None
-        for replica in [*ready[start:], *ready[:start]]:
+        for replica in random.sample(ready, len(ready)):
             try:
                 return await work(replica)
             except EngineUnavailable as error:
@@ -224,10 +222,9 @@ class Fleet:
         def take() -> Run | None:
             if suspension.active and routing.samples:
                 return None
-            usable = _in_service(self.taking(samples=routing.samples))
+            usable = self._fitting(routing)
             if not usable:
                 raise self.nothing_responds()
-            usable = [each for each in usable if not each.lacks(routing.model)] or usable
             free = [replica for replica in usable if replica.load.requests < self._replica_requests]
             if not free and suspension.active:
                 free = usable  # the requests that run are paused, so that none ends
@@ -244,14 +241,14 @@ class Fleet:
 
         It may exceed `replica_requests`.
         """
-        others = [replica for replica in self.taking(samples=routing.samples) if replica not in tried]
-        if not others:
-            return None
+        others = self._fitting(routing, tried)
+        return Run(self, min(others, key=lambda each: each.load.requests), routing) if others else None
 
-        def rank(replica: Replica) -> tuple[bool, bool, int]:
-            return not replica.breaker.allows, replica.lacks(routing.model), replica.load.requests
-
-        return Run(self, min(others, key=rank), routing)
+    def _fitting(self, routing: Routing, tried: Sequence[Replica] = ()) -> list[Replica]:
+        """The replicas that may get a request: of those that lack nothing for it, or of all if each does."""
+        usable = [each for each in self.taking(samples=routing.samples) if each not in tried]
+        usable = _in_service(usable)
+        return [replica for replica in usable if not replica.lacks(routing.model)] or usable
 
     def _chosen(self, replicas: Sequence[Replica], routing: Routing) -> Replica:
         """The replica that the policy chooses."""
@@ -291,7 +288,8 @@ class Fleet:
     def _count_ejection(self, replica: Replica, kind: str) -> None:
         breaker = replica.breaker
         log.warning("%s gets no requests for %.0f s: %s", replica.name, breaker.opens_for_s(), breaker.reason)
-        replica.count_ejection(kind)
+        replica.metrics.replica_ejected(replica.name, kind)
+        replica.report_state()
 
     def has_alternative(self, replica: Replica) -> bool:
         """Whether another replica could take the requests of one; a trial is too little for that."""

@@ -176,7 +176,7 @@ class Replica:
         if self.capabilities is None:
             return
         log.warning("%s is down: %s", self.name, problem.message)
-        self.count_ejection("unreachable")
+        self.metrics.replica_ejected(self.name, "unreachable")
         self.capabilities = None
         self.engine.verify(None)
         self._tokenizers.forget(self.questions)
@@ -352,7 +352,6 @@ class Replica:
             log.warning("%s is not ready: %s", self.name, self.problem)
         if self.capabilities is not None or first_try:
             self.fleet.settle_model()
-        self.report_state()
 
     async def _find_tokenizer(self, capabilities: Capabilities, timeout_s: float) -> None:
         """Set the tokenizer of the engine's model, or why there is none. Raises ApiError."""
@@ -388,8 +387,3 @@ class Replica:
         if (state := self.state) is not self._reported:
             self._reported = state
             self.metrics.replica_state(self.name, state)
-
-    def count_ejection(self, reason: str) -> None:
-        """Count that it gets no requests for a while; `reason` is a snake_case word."""
-        self.metrics.replica_ejected(self.name, reason)
-        self.report_state()

@@ -37,7 +37,8 @@ _STEPS = frozenset({Effect.START, Effect.LOAD, Effect.FINISH})
 _UPDATES = _STEPS | {Effect.NAME}
 _LOADS = _STEPS | {Effect.CALL}
 """Effects after which a replica on which the call failed may have other weights than its version says."""
-_BEGINS_REPAIR = "/start_weight_update"
+_REPAIRS = "/start_weight_update"
+"""An update of a draft model repairs nothing."""
 _PAUSES = frozenset({Effect.PAUSE, Effect.SLEEP})
 _ENDS_PAUSE = frozenset({Effect.RESUME, Effect.WAKE})
 
@@ -84,7 +85,7 @@ class WeightCalls:
         await weights.refresh()
         weights.calls += 1
         try:
-            running = _Call(self, call, request, only)
+            running = _Call(self.fleet, call, request, only)
             requests = await make_requests(call, request, running.targets, running.version, running.unnamed)
             await running.prepare()
             outcomes = await fan_out(requests, weights.timeout_s)
@@ -100,11 +101,10 @@ class WeightCalls:
 class _Call:
     """One call."""
 
-    def __init__(self, calls: WeightCalls, call: AdminCall, request: Request, only: str) -> None:
+    def __init__(self, fleet: Fleet, call: AdminCall, request: Request, only: str) -> None:
         """Raises BadRequest, NotFound or EngineUnavailable, as `WeightCalls.run`."""
-        self._calls = calls
-        self._fleet = calls.fleet
-        self._weights = calls.fleet.weights
+        self._fleet = fleet
+        self._weights = fleet.weights
         self._call = call
         self._request = request
         self._only = only
@@ -162,7 +162,7 @@ class _Call:
             late = bool(state.paused) and not await self._fleet.watch.settled()
             if state.paused and weights.shared:
                 # other processes note the positions of their streams; new requests still wait here
-                await weights.announce(replace(state, paused=""))
+                await weights.change(replace(state, paused=""), adopt=False)
                 await asyncio.sleep(_OTHERS_LEARN_S)
             weights.note_positions(late=late)
 
@@ -241,7 +241,7 @@ class _Call:
             again = failure.path == call.path and call.effect in (Effect.CALL, *_ENDS_PAUSE)
             stated = bool(self._only) and call.effect in (Effect.FINISH, Effect.NAME)
             # requests wait until that update has ended
-            begun = call.path == _BEGINS_REPAIR and failure.loading and not self._only
+            begun = call.path == _REPAIRS and failure.loading and not self._only
             if again or stated or begun:
                 log.info("%s succeeded on %s, on which %s had failed", call.path, name, failure.path)
                 del failures[name]

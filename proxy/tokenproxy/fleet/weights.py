@@ -102,15 +102,11 @@ class Weights:
         """Whether other processes may have the same fleet."""
         return self.words is not None and self.words.shared
 
-    async def change(self, state: FleetState) -> None:
-        """Adopt a state, and let other processes learn of it."""
+    async def change(self, state: FleetState, *, adopt: bool = True) -> None:
+        """Let other processes learn of a state, and adopt it, unless that follows."""
         self.ahead = True
-        self._adopt(state)
-        await self._write(state)
-
-    async def announce(self, state: FleetState) -> None:
-        """Write a state for other processes before this one adopts it; `change` follows."""
-        self.ahead = True
+        if adopt:
+            self._adopt(state)
         await self._write(state)
 
     def named(self, replica: Replica, version: str) -> None:
@@ -257,8 +253,6 @@ class Weights:
             for replica in [*fleet.replicas, *fleet.leaving]:
                 replica.load.shift(seconds)
             fleet.queue.wake()
-        for replica in fleet.replicas:
-            replica.report_state()
 
     async def _write(self, state: FleetState) -> None:
         """Write a state to the store. Where that fails, it is written again with the next change or tick."""
@@ -339,7 +333,6 @@ class Weights:
                 paused = bool(self.state.paused)
                 tag.changing() if version is None else tag.named(version, paused=paused)
         replica.weight_version = version
-        replica.report_state()
 
     async def _is_paused(self, replica: Replica) -> bool | None:
         """Whether an engine is paused; None if it does not say."""

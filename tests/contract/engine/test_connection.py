@@ -134,7 +134,7 @@ async def test_a_stream_may_pause_for_as_long_as_it_is_allowed_and_longer_while_
             writer.write(b"data: 2\n\n")
 
     async with _engine(pause) as engine:
-        engine._suspended_seconds = now if held else (lambda: 0.0)
+        engine.suspended_seconds = now if held else (lambda: 0.0)
         response = await engine.send(Request("GET", "/"))
         chunks = response.chunks()
         for _ in range(2):
@@ -170,7 +170,7 @@ async def test_the_second_address_is_tried_if_the_first_does_not_respond(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with _engine(_answering(_OK)) as engine:
-        port = engine._pool._port
+        port = engine.pool._port
         inet = (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "")
 
         async def resolve(host: str, port: int, **options: Any) -> list[Any]:
