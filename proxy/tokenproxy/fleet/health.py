@@ -256,7 +256,7 @@ class FleetWatch:
         status = 0
         try:
             async with asyncio.timeout(PROBE_S):
-                status, _ = await fetch(replica.questions, json_request(CHAT_PATH, request))
+                status, _ = await fetch(replica.engine, json_request(CHAT_PATH, request))
         except TimeoutError:
             pass
         except OutOfSockets:
@@ -295,7 +295,7 @@ async def _token_count(replica: "Replica") -> float | None:
     """Number of tokens that the engine processed, from its own metrics; None if it has no such metric."""
     try:
         async with asyncio.timeout(1.0):
-            status, page = await fetch(replica.questions, Request("GET", "/metrics"))
+            status, page = await fetch(replica.engine, Request("GET", "/metrics"))
         counts = _TOKEN_COUNTS.findall(page) if status == 200 else []
         return sum(map(float, counts)) if counts else None
     except (ApiError, TimeoutError, ValueError):
