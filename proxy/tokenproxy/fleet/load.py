@@ -42,8 +42,6 @@ class Load:
     """Whether the replica served a prompt since it was started; the first one may take it very long."""
     _progressed: float = -math.inf
     """When the replica last sent an event or a body, or took a request after a pause."""
-    _served: float = -math.inf
-    """The same without the answers to the proxy's own requests for one token."""
     _read_s: float = 0.0
     """Seconds from recent requests to their first bytes, and the ids of their prompts."""
     _read_ids: float = 0.0
@@ -57,7 +55,7 @@ class Load:
         """Count a request until `end`."""
         now = self.clock()
         if not self.running:
-            self._progressed = self._served = now
+            self._progressed = now
         lease = Lease(ids, now, alone=not self.running)
         if len(self.running) == 1:  # of several none is alone any more
             next(iter(self.running)).alone = False
@@ -89,7 +87,7 @@ class Load:
         Args:
             seconds: how long it was; 0 if that is unknown, so that only the silence is forgotten.
         """
-        self._progressed = self._served = now = self.clock()
+        self._progressed = now = self.clock()
         for lease in self.running:
             lease.started += min(seconds, max(0.0, now - lease.started))
 
@@ -105,22 +103,14 @@ class Load:
     def progress(self) -> None:
         """Take note that the replica sent a whole event or body."""
         now = self.clock()
-        gap = now - self._served
+        gap = now - self._progressed
         self.slowest_gap_s = max(gap, self.slowest_gap_s * 0.5 ** (gap / _GAP_HALF_LIFE_S))
-        self._progressed = self._served = now
-
-    def note_probe(self) -> None:
-        """Take note that the replica answered a request for one token, which is silence of all others."""
-        self._progressed = self.clock()
+        self._progressed = now
 
     def silent_s(self) -> float:
-        """Seconds since the last progress; 0 if nothing runs."""
-        return self.clock() - self._progressed if self.running else 0.0
-
-    def unserved_s(self) -> float:
-        """Seconds since the last progress of a client's request; 0 if none runs that samples."""
+        """Seconds since the last progress; 0 if no request runs that samples."""
         samples = any(lease.samples for lease in self.running)
-        return self.clock() - self._served if samples else 0.0
+        return self.clock() - self._progressed if samples else 0.0
 
     def usual_silence_s(self) -> float:
         """The longest silence that is usual for the requests that run.

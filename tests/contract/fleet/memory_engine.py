@@ -92,8 +92,6 @@ class MemoryEngine:
         self.hangs: set[str] = set()
         """Routes that never answer."""
         self.takes_ids = True
-        self.hangs_probes = False
-        """Whether requests for one token are never answered."""
         self.grows = False
         """Whether its metrics show that it samples tokens."""
         self.requires: tuple[bytes, bytes] | None = None
@@ -108,11 +106,6 @@ class MemoryEngine:
         self.started = 0
         """Number of completions that clients asked for."""
 
-    @property
-    def probes(self) -> int:
-        """Number of requests for one token."""
-        return sum(_is_probe(request) for request in self.asked)
-
     async def send(self, request: Request) -> Response:
         """See `Engine.send`."""
         self.asked.append(request)
@@ -122,7 +115,7 @@ class MemoryEngine:
         path = request.path.partition("?")[0]
         client = path == CHAT and not _is_probe(request)
         self.started += client
-        if path in self.hangs or (self.hangs_probes and _is_probe(request)):
+        if path in self.hangs:
             await asyncio.Event().wait()
         if client:
             return await (self.replies.pop(0) if self.replies else self.usual)()

@@ -271,7 +271,6 @@ async def test_a_pause_of_the_fleet_excuses_its_silence() -> None:
         request = asyncio.create_task(ask(fleet))
         await settled()
         await fleet.weights.change(FleetState(paused="keep"))
-        first.hangs_probes = True
         await elapse(100.0)
         await fleet.weights.change(FleetState())
         release.set()

@@ -35,6 +35,7 @@ def test_a_load_counts_requests_and_a_pause_is_no_silence() -> None:
     time = [100.0]
     load = Load(lambda: time[0])
     first, second = load.begin(60), load.begin(1)
+    first.samples = True
     assert load.requests == 2
     load.end(second)
     load.end(second)
