@@ -119,7 +119,9 @@ async def dispatch(fleet: "Fleet", routing: Routing, work: Work) -> Response:
             if _says_paused(response) and fleet.clock() < hold_until:
                 run = None if fleet.weights.suspension.active else fleet.next_run(routing, tried)
                 if run is None:
-                    tried, run = [], await _acquire_after_pause(fleet, replica, routing, hold_until)
+                    with queued():
+                        await fleet.weights.pause_ended(replica, hold_until)
+                    tried, run = [], await fleet.acquire(routing)
                 continue
             lacks_model = response.status == 404 and routing.completion
             if not lacks_model and response.status not in _BAD_STATUSES:
@@ -140,13 +142,6 @@ def _says_paused(response: Response) -> bool:
     return (
         isinstance(response, BytesResponse) and response.status == _PAUSED_STATUS and _PAUSED in response.body
     )
-
-
-async def _acquire_after_pause(fleet: "Fleet", replica: Replica, routing: Routing, until: float) -> "Run":
-    """Count a request as running again, after the pause of the replica that refused it, or at `until`."""
-    with queued():
-        await fleet.weights.pause_ended(replica, until)
-    return await fleet.acquire(routing)
 
 
 class Run:
