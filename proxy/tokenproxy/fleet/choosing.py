@@ -48,9 +48,10 @@ def body_digest(path: str, body: bytes) -> bytes:
     return hashlib.blake2b(body, digest_size=16, person=path.encode()[-16:]).digest()
 
 
-_FAR_BUSIER, _FEW = 2, 4
-"""A conversation moves if its replica runs more than twice as many requests as another, and four more: the
-other replica has to read the whole history."""
+_TIMES_BUSIER = 2
+"""How many times as many requests as another replica, and four more, the replica of a conversation must run
+before the conversation moves: the other replica has to read its whole history."""
+_MORE_REQUESTS = 4
 
 Choose = Callable[[Sequence["Replica"], str], "Replica"]
 """From replicas and the name of the conversation's holder, which may be empty, to the chosen replica."""
@@ -60,4 +61,4 @@ def sticky_least_loaded(replicas: Sequence["Replica"], holder: str) -> "Replica"
     """The holder of the conversation, unless it is far busier than the least busy replica."""
     best = min(replicas, key=lambda each: (each.load.requests, random.random()))
     stay = next((each for each in replicas if each.name == holder), best)
-    return best if stay.load.requests > _FAR_BUSIER * best.load.requests + _FEW else stay
+    return best if stay.load.requests > _TIMES_BUSIER * best.load.requests + _MORE_REQUESTS else stay
