@@ -71,7 +71,7 @@ def make_services(
             images,
             settings.thinking_policy,
         ),
-        WeightCalls(fleet, metrics, salted=settings.cache_salt_by_version),
+        WeightCalls(fleet, metrics),
         encoders,
         settings,
         model_aliases=ModelAliases([parse_alias(alias) for alias in settings.model_aliases]),
@@ -195,12 +195,10 @@ def create_app(
 
     async def send(request: Request) -> Response:
         # it needs no weights, so that a paused fleet does not hold it up
-        return await services_of({}).fleet.send_to_any(request, Routing(samples=False))
+        fleet = services_of({}).fleet
+        return await fleet.send(lambda replica: replica.engine.send(request), Routing(samples=False))
 
-    async def lend(credential: tuple[bytes, bytes]) -> None:
-        await services_of({}).fleet.lend_credential(credential)
-
-    credentials = EngineCredentials(send, lend=lend)
+    credentials = EngineCredentials(send)
     endpoints = mount(app, services_of, _tenant_of(settings, credentials), observer, inside_vllm=False)
     app.add_middleware(DirectRoutes, endpoints=endpoints)  # the innermost: it gets requests that were checked
     _guard(app, settings, key_file)

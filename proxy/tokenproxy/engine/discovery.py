@@ -32,6 +32,20 @@ NO_TOKEN_IN = (
 )
 
 
+class _Listed(msgspec.Struct):
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Listed]
+
+
+_decode_models = msgspec.json.Decoder(_Models).decode
+
+
 class CredentialRequired(EngineUnavailable):
     """The engine refuses discovery requests without an accepted API key."""
 
@@ -94,23 +108,26 @@ async def discover(engine: Engine) -> Capabilities:
         ApiError: the engine does not respond.
     """
     models = await list_models(engine)
+    # ids that the chat route uses as its prompt come back: no chat template renders them
+    ids = {"kv_transfer_params": {"prompt_token_ids": _PROBE_IDS}, "return_weight_versions": True}
+    status, completion = await _complete(engine, ids)
+    if status == 500:
+        raise EngineBroken(f"{engine.name} returned status 500 for {CHAT_PATH}; retrying later")
     token_in: TokenIn | None = None
-    if await _takes_ids_in_chat(engine):
+    if completion.get("prompt_token_ids") == _PROBE_IDS:
         token_in = ChatTokenIn()
     elif await _takes_ids_in_generate(engine):
         token_in = GenerateTokenIn()
     names = tuple(model.name for model in models)
-    version, rendered_fields, mode, images, weight_versions = await asyncio.gather(
+    version, rendered_fields, mode, images = await asyncio.gather(
         _version(engine),
         find_rendered_fields(engine),
         _logprobs_mode(engine),
         find_images(engine),
-        _tells_weight_versions(engine),
     )
     model = models[0] if models else None
-    return Capabilities(
-        version, model, names, token_in, rendered_fields, mode, images, weight_versions=weight_versions
-    )
+    weights = _tells_weight_versions(completion)
+    return Capabilities(version, model, names, token_in, rendered_fields, mode, images, weights)
 
 
 async def list_models(engine: Engine) -> list[Model]:
@@ -122,25 +139,14 @@ async def list_models(engine: Engine) -> list[Model]:
     """
     status, body = await examine(engine, Request("GET", "/v1/models"))
     if status in (401, 403):
-        raise CredentialRequired(
-            f"{engine.name} requires an API key: set `upstream_api_key`, or send requests with a valid key"
-        )
-    data = _json(body).get("data") if status == 200 else None
-    entries = (
-        [entry for entry in data if isinstance(entry, dict) and "id" in entry]
-        if isinstance(data, list)
-        else []
-    )
+        raise CredentialRequired(f"{engine.name} requires an API key: set `upstream_api_key`")
+    try:
+        entries = _decode_models(body).data if status == 200 else []
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        entries = []
     # a LoRA adapter has its base model as parent
-    entries.sort(key=lambda entry: entry.get("parent") is not None)
-    return [
-        Model(
-            str(entry["id"]),
-            str(entry.get("root") or entry["id"]),
-            length if isinstance(length := entry.get("max_model_len"), int) else None,
-        )
-        for entry in entries
-    ]
+    entries.sort(key=lambda entry: entry.parent is not None)
+    return [Model(entry.id, entry.root or entry.id, entry.max_model_len) for entry in entries]
 
 
 async def _version(engine: Engine) -> str:
@@ -168,16 +174,27 @@ async def find_rendered_fields(engine: Engine) -> frozenset[str]:
 
 async def _prompt_ids(engine: Engine, fields: dict[str, object]) -> object:
     """The prompt ids of a one-token chat request with a tool; None if the engine refuses it."""
+    _, completion = await _complete(engine, {"tools": [_TOOL], "tool_choice": "none", **fields})
+    return completion.get("prompt_token_ids")
+
+
+async def _complete(engine: Engine, fields: dict[str, object]) -> tuple[int, dict[str, object]]:
+    """Status and body of a chat completion of one token; the body is empty if the engine refuses it."""
     request = {
         "messages": [{"role": "user", "content": "."}],
-        "tools": [_TOOL],
-        "tool_choice": "none",
         "max_tokens": 1,
         "return_token_ids": True,
         **fields,
     }
     status, body = await examine(engine, json_request(CHAT_PATH, request))
-    return _json(body).get("prompt_token_ids") if status == 200 else None
+    return status, _json(body) if status == 200 else {}
+
+
+def _tells_weight_versions(completion: dict[str, object]) -> bool:
+    """Whether a choice tells which weights sampled its ids; other releases ignore the request for it."""
+    choices = completion.get("choices")
+    first = choices[0] if isinstance(choices, list) and choices else None
+    return isinstance(first, dict) and bool(first.get("weight_versions"))
 
 
 async def _logprobs_mode(engine: Engine) -> str:
@@ -187,33 +204,6 @@ async def _logprobs_mode(engine: Engine) -> str:
     model = config.get("model_config") if isinstance(config, dict) else None
     mode = model.get("logprobs_mode") if isinstance(model, dict) else None
     return mode if isinstance(mode, str) else ""
-
-
-async def _tells_weight_versions(engine: Engine) -> bool:
-    """Whether a choice tells which weights sampled its ids; other releases ignore the request for it."""
-    request = {
-        "messages": [{"role": "user", "content": "."}],
-        "max_tokens": 1,
-        "return_weight_versions": True,
-    }
-    status, body = await examine(engine, json_request(CHAT_PATH, request))
-    choices = _json(body).get("choices") if status == 200 else None
-    first = choices[0] if isinstance(choices, list) and choices else None
-    return isinstance(first, dict) and bool(first.get("weight_versions"))
-
-
-async def _takes_ids_in_chat(engine: Engine) -> bool:
-    """Whether the chat route uses given ids as its prompt: it returns ids that no chat template renders."""
-    request = {
-        "messages": [{"role": "user", "content": "."}],
-        "kv_transfer_params": {"prompt_token_ids": _PROBE_IDS},
-        "max_tokens": 1,
-        "return_token_ids": True,
-    }
-    status, body = await examine(engine, json_request(CHAT_PATH, request))
-    if status == 500:
-        raise EngineBroken(f"{engine.name} returned status 500 for {CHAT_PATH}; retrying later")
-    return status == 200 and _json(body).get("prompt_token_ids") == _PROBE_IDS
 
 
 async def _takes_ids_in_generate(engine: Engine) -> bool:

@@ -21,8 +21,7 @@ from tokenproxy.engine.pool import CONNECT_TIMEOUT_S, ConnectionPool, Verify
 
 GRACE_S = 5.0
 SLOWEST = 20_000
-"""Bytes per second, after GRACE_S, of what an engine sends in one piece: a whole body, or one event."""
-_EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
+"""Bytes per second, after GRACE_S, of a body that is no stream; an engine that is slower counts as broken."""
 _STREAM_PIECE_BYTES = 64 * 1024
 _BODY_PIECE_BYTES = 2**30
 _HOP_BY_HOP = frozenset(
@@ -71,12 +70,12 @@ class HttpEngine:
             suspended_seconds: returns how long engines were paused until now. A pause starts the time anew.
             clock: the time that the event loop's own waits follow.
         """
-        self._clock = clock
-        self._suspended_seconds = suspended_seconds
+        self.clock = clock
+        self.suspended_seconds = suspended_seconds
         self.name = without_credentials(normalise_base_url(base_url))
         url = URL(self.name)
-        self._pool = ConnectionPool(url, self.name, connect_timeout_s)
-        self._idle_timeout_s = idle_timeout_s
+        self.pool = ConnectionPool(url, self.name, connect_timeout_s)
+        self.idle_timeout_s = idle_timeout_s
         self._path = url.raw_path.rstrip("/")
         self._host = url.raw_authority.encode()
         authorization = url_credentials(base_url) or (f"Bearer {api_key}" if api_key else None)
@@ -89,19 +88,19 @@ class HttpEngine:
             BadRequest: a header or the path holds a line break.
         """
         head = self._head(request)
-        connection = await self._pool.get(request.method, fresh=request.fresh)
-        began = self._clock()
+        connection = await self.pool.get(request.method, fresh=request.fresh)
+        began = self.clock()
         try:
             return await self._send(connection, request, head)
         except Disconnected:
             closed = EngineBroken(f"{self.name} closed the connection before it responded")
             # a connection that the engine closed while it was idle breaks at once
-            stale = connection.reused and self._clock() - began < _STALE_S
+            stale = connection.reused and self.clock() - began < _STALE_S
             if not (request.repeatable or request.method in _SAFE) or not stale:
                 raise closed from None
         try:
             # the engine may have closed all idle connections
-            return await self._send(await self._pool.get(request.method, fresh=True), request, head)
+            return await self._send(await self.pool.get(request.method, fresh=True), request, head)
         except (Disconnected, EngineUnavailable, EngineTimeout):
             # the engine may have received the first attempt, so this is not EngineUnavailable
             raise closed from None
@@ -116,9 +115,7 @@ class HttpEngine:
         except BaseException:  # cancellation too: the response of this request must not reach the next one
             connection.abort()
             raise
-        return HttpResponse(
-            connection, self._pool, self.name, self._idle_timeout_s, self._suspended_seconds, self._clock
-        )
+        return HttpResponse(connection, self)
 
     def _head(self, request: Request) -> bytes:
         """The request line and the headers."""
@@ -142,34 +139,22 @@ class HttpEngine:
 
         None while discovery runs: it verifies the engine itself.
         """
-        self._pool.verify = verify
+        self.pool.verify = verify
 
     async def aclose(self) -> None:
         """Close the idle connections."""
-        self._pool.close()
+        self.pool.close()
 
 
 class HttpResponse:
     """A response that is read from the socket as the caller consumes it."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        pool: ConnectionPool,
-        name: str,
-        idle_timeout_s: float | None = None,
-        suspended_seconds: Callable[[], float] = lambda: 0.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._clock = clock
-        self._suspended_seconds = suspended_seconds
-        self._suspended_s = suspended_seconds()
+    def __init__(self, connection: Connection, engine: HttpEngine) -> None:
         self.status = connection.status
         self.headers: Headers = [pair for pair in connection.headers if pair[0] not in _NOT_RETURNED]
         self._connection: Connection | None = connection
-        self._pool = pool
-        self._name = name
-        self._idle_timeout_s = idle_timeout_s
+        self._engine = engine
+        self._suspended_s = engine.suspended_seconds()
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body's bytes as they arrive.
@@ -178,41 +163,39 @@ class HttpResponse:
             EngineBroken: the connection broke.
             EngineTimeout: the stream pauses for too long, or its bytes arrive too slowly.
         """
-        connection = self._connection
+        connection, engine = self._connection, self._engine
         if connection is None:
             return
         stream = is_event_stream(self.headers)
         # small pieces, because several steps each hold one while the client does not read
         piece_bytes = _STREAM_PIECE_BYTES if stream else _BODY_PIECE_BYTES
-        limit, waited_s = ReadLimit(stream, self._idle_timeout_s), 0.0
+        received, waited_s = (
+            0,
+            0.0,
+        )  # only time spent waiting for the engine counts, not that of a slow client
         try:
-            while True:
-                chunk = connection.take(piece_bytes)
-                if chunk is None:
-                    began = self._clock()
-                    left_s = limit.seconds()
-                    try:
-                        await connection.wait(None if left_s is None else max(0.0, left_s - waited_s))
-                    except TimeoutError:
-                        if not self._was_paused():
-                            raise
-                        waited_s = 0.0
-                        continue
-                    waited_s += self._clock() - began
+            while (chunk := connection.take(piece_bytes)) != b"":
+                if chunk is not None:
+                    received, waited_s = received + len(chunk), 0.0 if stream else waited_s
+                    yield chunk
                     continue
-                if not chunk:
-                    return
-                limit.received(chunk, waited_s)
-                waited_s = 0.0
-                yield chunk
+                limit_s = engine.idle_timeout_s if stream else GRACE_S + received / SLOWEST
+                began = engine.clock()
+                try:
+                    await connection.wait(None if limit_s is None else max(0.0, limit_s - waited_s))
+                    waited_s += engine.clock() - began
+                except TimeoutError:
+                    if not self._was_paused():
+                        raise
+                    waited_s = 0.0
         except TimeoutError as error:
-            raise EngineTimeout(f"{self._name} sends its response too slowly", received=True) from error
+            raise EngineTimeout(f"{engine.name} sends its response too slowly", received=True) from error
         except BrokenOff as error:
-            raise EngineBroken(f"{self._name} broke off in the middle of its response") from error
+            raise EngineBroken(f"{engine.name} broke off in the middle of its response") from error
 
     def _was_paused(self) -> bool:
         """Whether the engine is paused, or was since the last call: then its silence proves nothing."""
-        suspended_s, self._suspended_s = self._suspended_s, self._suspended_seconds()
+        suspended_s, self._suspended_s = self._suspended_s, self._engine.suspended_seconds()
         return self._suspended_s > suspended_s
 
     async def read(self) -> bytes:
@@ -223,51 +206,4 @@ class HttpResponse:
         """After the whole body return the connection to the pool, else close it: vLLM then aborts."""
         connection, self._connection = self._connection, None
         if connection is not None:
-            self._pool.give_back(connection)
-
-
-class ReadLimit:
-    """How long the next bytes of a body may take.
-
-    A stream may pause between two events. An event, or a body that is not a stream, must arrive at a minimum
-    rate; an engine that is slower counts as broken. Only time spent waiting for the engine counts, not the
-    time that a slow client takes.
-    """
-
-    def __init__(self, stream: bool, idle_timeout_s: float | None) -> None:
-        self._stream = stream
-        self._idle_timeout_s = idle_timeout_s
-        self._between = stream
-        """Whether the last bytes ended an event."""
-        self._bytes = 0
-        self._waited_s = 0.0
-        self._last = b""
-        """The last four bytes: the end of an event may arrive in two pieces."""
-
-    def seconds(self) -> float | None:
-        """Seconds to wait for the next bytes; None for no limit."""
-        if self._between:
-            return self._idle_timeout_s
-        return max(0.0, GRACE_S + self._bytes / SLOWEST - self._waited_s)
-
-    def received(self, chunk: bytes, waited_s: float) -> None:
-        """Take note of bytes that arrived after a wait of `waited_s` seconds."""
-        if self._stream and chunk.endswith(_EVENT_ENDS):  # nearly always
-            self._between, self._last = True, chunk[-4:]
-            self._bytes, self._waited_s = len(chunk), 0.0
-            return
-        ended = self._stream and any(self._ends(end, chunk) for end in _EVENT_ENDS)
-        self._last = (self._last + chunk[-4:])[-4:]
-        if ended:
-            self._between = self._last.endswith(_EVENT_ENDS)
-            self._bytes, self._waited_s = 0, 0.0  # of the event that began in this chunk
-        elif self._between:
-            self._between = False
-        else:
-            self._waited_s += waited_s
-        self._bytes += len(chunk)
-
-    def _ends(self, end: bytes, chunk: bytes) -> bool:
-        """Whether a chunk completes an event that ends with `end`."""
-        part = len(end) - 1
-        return end in chunk or end in self._last[-part:] + chunk[:part]
+            self._engine.pool.give_back(connection)

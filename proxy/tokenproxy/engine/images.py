@@ -5,28 +5,28 @@ placeholder for each image, and the images next to them (`content_parts`); it ex
 ids of its image and returns the whole prompt. The render route tells the ids of an image beforehand.
 """
 
-import asyncio
-import base64
 import logging
-import struct
-import zlib
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
 
+from chat_tokenizer.cache import BoundedCache
 from tokenproxy.base.errors import EngineBroken
 from tokenproxy.base.images import Image, InvalidImage
 from tokenproxy.engine.generate import GENERATE_PATH, RENDER_PATH
-from tokenproxy.engine.protocol import Engine, examine
+from tokenproxy.engine.protocol import Engine, error_text, examine
 from tokenproxy.engine.token_in import json_request
 
 log = logging.getLogger("tokenproxy")
 
 _REMEMBERED = 4096
 """Images whose ids are remembered: some hundred bytes to some kilobytes each."""
-_PROBE_PIXELS = 64
-"""Width and height of the image with which an engine is probed."""
+_PROBE_IMAGE = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAAAAACPAi4CAAAAKUlEQVR4nO3MQREAAAwCIKMb3RD77SAA6VEEAoFA"
+    "IBAIBAKBQCAQfA8G320AeUC9G5AAAAAASUVORK5CYII="
+)
+"""Grey, 64 x 64 pixels: an engine is probed with it."""
 
 
 class _Range(msgspec.Struct):
@@ -64,46 +64,27 @@ class EngineImages:
         self.placeholder = placeholder
         self.probe_count = probe_count
         self._engine = engine
-        self._ids: OrderedDict[str, tuple[int, ...]] = OrderedDict()
-        self._running: dict[str, asyncio.Task[tuple[int, ...]]] = {}
+        self._ids: BoundedCache[str, tuple[int, ...]] = BoundedCache(_REMEMBERED)
 
     async def ids_of(self, image: Image) -> Sequence[int]:
-        """The ids that an image takes in a prompt. The engine is asked once for each image.
+        """The ids that an image takes in a prompt. They are remembered.
 
         Raises:
             InvalidImage: the engine's processor refuses the image.
             ApiError: the engine does not respond.
         """
-        ids = self._ids.get(image.digest)
-        if ids is not None:
-            self._ids.move_to_end(image.digest)
-            return ids
-        task = self._running.get(image.digest)
-        if task is None:
-            task = self._running[image.digest] = asyncio.create_task(self._ask(image))
-            task.add_done_callback(lambda done: self._forget(image.digest, done))
-        # shielded: another request may wait for it
-        return await asyncio.shield(task)
-
-    def _forget(self, digest: str, done: "asyncio.Task[tuple[int, ...]]") -> None:
-        self._running.pop(digest, None)
-        if not done.cancelled():
-            done.exception()  # retrieved: its callers may all have left
-
-    async def _ask(self, image: Image) -> tuple[int, ...]:
+        if (known := self._ids.get(image.digest)) is not None:
+            return known
         status, body = await examine(self._engine, json_request(RENDER_PATH, _render_request(image.url)))
         if status in (400, 413, 422):
-            raise InvalidImage(f"the engine refuses it: {_message(body)}")
+            raise InvalidImage(f"the engine refuses it: {error_text(body)}")
         rendered = _read_rendered(body) if status == 200 else None
         if rendered is None:
             raise EngineBroken(
                 f"{RENDER_PATH} returned status {status} for an image, or no placeholder of it"
             )
-        _, span = rendered
-        self._ids[image.digest] = span
-        while len(self._ids) > _REMEMBERED:
-            self._ids.popitem(last=False)
-        return span
+        self._ids.put(image.digest, rendered[1])
+        return rendered[1]
 
 
 async def find_images(engine: Engine) -> EngineImages | None:
@@ -118,8 +99,7 @@ async def find_images(engine: Engine) -> EngineImages | None:
     Raises:
         ApiError: the engine does not respond.
     """
-    url = probe_image()
-    status, body = await examine(engine, json_request(RENDER_PATH, _render_request(url)))
+    status, body = await examine(engine, json_request(RENDER_PATH, _render_request(_PROBE_IMAGE)))
     found = _read_rendered(body) if status == 200 else None
     if found is None:
         return None
@@ -129,7 +109,7 @@ async def find_images(engine: Engine) -> EngineImages | None:
         single = [*prompt[:start], placeholder, *prompt[start + len(span) :]]
         request = {
             "token_ids": single,
-            "content_parts": [{"type": "image_url", "url": url}],
+            "content_parts": [{"type": "image_url", "url": _PROBE_IMAGE}],
             "sampling_params": {"max_tokens": 1},
             "return_token_ids": True,
         }
@@ -138,18 +118,6 @@ async def find_images(engine: Engine) -> EngineImages | None:
             return EngineImages(engine, placeholder, len(span))
     log.warning("%s takes images, but it was not found out how to send one with exact ids", engine.name)
     return None
-
-
-def probe_image() -> str:
-    """A small image as a data URL: PNG, grey."""
-    row = b"\x00" + b"\x80" * _PROBE_PIXELS
-    header = struct.pack(">IIBBBBB", _PROBE_PIXELS, _PROBE_PIXELS, 8, 0, 0, 0, 0)
-    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(row * _PROBE_PIXELS)), (b"IEND", b""))
-    png = b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-        for name, data in chunks
-    )
-    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 def _render_request(url: str) -> dict[str, object]:
@@ -181,10 +149,3 @@ def _expanded(body: bytes) -> list[int] | None:
 
 def _index(prompt: list[int], span: tuple[int, ...]) -> int:
     return next(at for at in range(len(prompt)) if tuple(prompt[at : at + len(span)]) == span)
-
-
-def _message(body: bytes) -> str:
-    try:
-        return str(msgspec.json.decode(body)["error"]["message"])
-    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError):
-        return body.decode("utf-8", "replace")[:300]

@@ -102,22 +102,13 @@ class MonitoredResponse:
 
     async def read(self) -> bytes:
         """See `Response.read`."""
-        began = perf_counter()
-        try:
-            return await self._response.read()
-        except ApiError as error:
-            self._end(error)
-            raise
-        finally:
-            self._exchange.waited_s += perf_counter() - began
+        return b"".join([chunk async for chunk in self.chunks()])
 
     async def aclose(self) -> None:
         """See `Response.aclose`."""
-        began = perf_counter()
         try:
             await self._response.aclose()
         finally:
-            self._exchange.waited_s += perf_counter() - began
             self._end()
 
     def _end(self, error: ApiError | None = None) -> None:

@@ -1,8 +1,9 @@
 """The protocol of an engine, whether it is reached over a socket or in the same process."""
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
 from typing import Protocol
+
+import msgspec
 
 from tokenproxy.base.errors import EngineBroken
 from tokenproxy.base.http import Request, Response
@@ -13,10 +14,8 @@ _TELLS_NOTHING = frozenset({429, 502, 503, 504})
 class Engine(Protocol):
     """One vLLM."""
 
-    @property
-    def name(self) -> str:
-        """The engine's URL, or another name for it, in log and error messages."""
-        ...
+    name: str
+    """The engine's URL, or another name for it, in log and error messages."""
 
     async def send(self, request: Request) -> Response:
         """Send a request and wait for the head of the response.
@@ -38,31 +37,6 @@ class Engine(Protocol):
     async def aclose(self) -> None:
         """Close all connections."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class EngineWithCredential:
-    """An engine to which the proxy's own requests are sent with a credential."""
-
-    engine: Engine
-    credential: tuple[bytes, bytes]
-    """Header name and value."""
-
-    @property
-    def name(self) -> str:
-        """The engine's name."""
-        return self.engine.name
-
-    async def send(self, request: Request) -> Response:
-        """See `Engine.send`."""
-        return await self.engine.send(replace(request, headers=[*request.headers, self.credential]))
-
-    def verify(self, verify: Callable[[], Awaitable[None]] | None) -> None:
-        """See `Engine.verify`."""
-        self.engine.verify(verify)
-
-    async def aclose(self) -> None:
-        """Does nothing: the owner of the wrapped engine closes it."""
 
 
 async def fetch(engine: Engine, request: Request) -> tuple[int, bytes]:
@@ -89,3 +63,12 @@ async def examine(engine: Engine, request: Request) -> tuple[int, bytes]:
     if status in _TELLS_NOTHING:
         raise EngineBroken(f"{engine.name} returned status {status} for {request.path}; retrying later")
     return status, body
+
+
+def error_text(body: bytes) -> str:
+    """The message of an engine's error object; the body itself if it is none. At most 300 characters."""
+    try:
+        error = msgspec.json.decode(body)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)[:300]
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
+        return body.decode("utf-8", "replace")[:300]

@@ -17,7 +17,7 @@ from chat_tokenizer.renderer import RenderOptions
 from tokenproxy.base.errors import EngineBroken, Unsupported
 from tokenproxy.base.http import Request
 from tokenproxy.engine.generate import RENDER_PATH
-from tokenproxy.engine.protocol import Engine, examine, fetch
+from tokenproxy.engine.protocol import Engine, error_text, examine, fetch
 from tokenproxy.engine.token_in import CHAT_PATH, json_request
 
 _TOOL_CALL = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
@@ -83,7 +83,7 @@ class RenderRoute:
         # a renderer that fails on messages is a program that fails on them each time
         failed = status == 500 and (self.path != CHAT_PATH or await _is_healthy(engine))
         if status in _REFUSALS or failed:
-            raise InvalidMessages(f"the engine refuses the messages: {_text(body)}")
+            raise InvalidMessages(f"the engine refuses the messages: {error_text(body)}")
         if status == 200:
             try:
                 rendered = msgspec.json.decode(body, type=_Rendered)
@@ -184,11 +184,3 @@ def without_dates(text: str) -> str:
 async def _is_healthy(engine: Engine) -> bool:
     status, _ = await fetch(engine, Request("GET", "/health"))
     return status == 200
-
-
-def _text(body: bytes) -> str:
-    try:
-        error = msgspec.json.decode(body)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)[:300]
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
-        return body.decode("utf-8", "replace")[:300]

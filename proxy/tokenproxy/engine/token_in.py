@@ -36,6 +36,7 @@ class TokenRequest:
     fields: Fields
     """All other fields of the chat completion, as the client sent them."""
     headers: Headers
+    """Without `accept-encoding`: responses are parsed."""
     field: str = "prompt_ids"
     """The client's name for the field with the ids; error messages use it."""
     single_ids: bytes = b""

@@ -20,7 +20,6 @@ import msgspec
 from tokenproxy.base.errors import ApiError
 from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response
 from tokenproxy.base.types import Headers
-from tokenproxy.engine.protocol import Engine
 from tokenproxy.fleet.replica import Replica
 
 
@@ -50,22 +49,7 @@ class Effect(StrEnum):
     """The version of the weights gets a name."""
     CALL = "call"
     """Anything: a method of the workers, which may load weights."""
-    CLEAR = "clear"
-    """The prefix cache is cleared."""
     ADD_ADAPTER = "add_adapter"
-
-
-class Join(StrEnum):
-    """How the answers of the replicas become one."""
-
-    EQUAL = "equal"
-    """The answer that all replicas gave; each replica's own if they differ."""
-    SUM = "sum"
-    """The sum of a number."""
-    CONCATENATE = "concatenate"
-    """The lists one after the other, in the order of the replicas."""
-    SUCCESS = "success"
-    """As `EQUAL`; an answer with `"success": false` is a failure of its replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +60,8 @@ class AdminCall:
     path: str
     summary: str
     effect: Effect = Effect.NONE
-    join: Join = Join.EQUAL
     field: str = ""
-    """The field of the answer that `SUM` and `CONCATENATE` are about."""
+    """The field of the answers, a number or a list, that is added up. Without one, equal answers are one."""
     leaves: bool = False
     """Whether a replica on which it fails leaves service, because it differs from the others from now on."""
 
@@ -89,7 +72,7 @@ ADMIN_CALLS = (
     AdminCall(_POST, "/pause", "Pause all replicas", Effect.PAUSE),
     AdminCall(_POST, "/resume", "Resume all replicas", Effect.RESUME, leaves=True),
     AdminCall(_GET, "/is_paused", "Whether the replicas are paused"),
-    AdminCall(_POST, "/abort_requests", "Abort running requests", join=Join.SUM, field="aborted"),
+    AdminCall(_POST, "/abort_requests", "Abort running requests", field="aborted"),
     AdminCall(_POST, "/init_weight_transfer_engine", "Join the trainer's process group", Effect.JOIN),
     AdminCall(_POST, "/shutdown_weight_transfer_engine", "Leave the trainer's process group", Effect.LEAVE),
     AdminCall(_POST, "/start_weight_update", "Begin a weight update", Effect.START, leaves=True),
@@ -99,19 +82,15 @@ ADMIN_CALLS = (
     AdminCall(_POST, "/update_weight_version", "Name the version", Effect.NAME, leaves=True),
     AdminCall(_GET, "/weight_info", "The version of the weights"),
     AdminCall(_POST, "/weight_checker", "Checksums of the weights"),
-    AdminCall(_GET, "/get_world_size", "Workers of all replicas", join=Join.SUM, field="world_size"),
-    AdminCall(_POST, "/reset_prefix_cache", "Clear the prefix caches", Effect.CLEAR, Join.SUCCESS),
+    AdminCall(_GET, "/get_world_size", "Workers of all replicas", field="world_size"),
+    AdminCall(_POST, "/reset_prefix_cache", "Clear the prefix caches"),
     AdminCall(_POST, "/reset_mm_cache", "Clear the caches of media"),
     AdminCall(_POST, "/reset_encoder_cache", "Clear the caches of encoders"),
     AdminCall(_POST, "/sleep", "Put all replicas to sleep", Effect.SLEEP),
     AdminCall(_POST, "/wake_up", "Wake all replicas up", Effect.WAKE, leaves=True),
     AdminCall(_GET, "/is_sleeping", "Whether the replicas sleep"),
-    AdminCall(_POST, "/release_kv_cache_memory", "Free the memory of the KV caches", Effect.CLEAR),
-    AdminCall(
-        *(_POST, "/collective_rpc", "Call a method of all workers", Effect.CALL, Join.CONCATENATE),
-        field="results",
-        leaves=True,
-    ),
+    AdminCall(_POST, "/release_kv_cache_memory", "Free the memory of the KV caches"),
+    AdminCall(_POST, "/collective_rpc", "Call all workers", Effect.CALL, field="results", leaves=True),
     AdminCall(_POST, "/v1/load_lora_adapter", "Load an adapter on all replicas", Effect.ADD_ADAPTER),
     AdminCall(_POST, "/v1/unload_lora_adapter", "Unload an adapter from all replicas"),
 )
@@ -131,12 +110,12 @@ class Outcome:
     headers: Headers = field(default_factory=list)
     body: bytes = b""
     problem: str = ""
-    """Why there is no answer, or why it counts as a failure."""
+    """Why there is no answer."""
 
     @property
     def ok(self) -> bool:
         """Whether the call succeeded on this replica."""
-        return 200 <= self.status < 300 and not self.problem
+        return 200 <= self.status < 300 and self.value("success") is not False
 
     @property
     def refused(self) -> bool:
@@ -168,19 +147,15 @@ async def fan_out(requests: Mapping[Replica, Request], timeout_s: float) -> list
     Args:
         timeout_s: for each replica, until the end of its answer.
     """
-    calls = [ask(replica.engine, replica, request, timeout_s) for replica, request in requests.items()]
+    calls = [ask(replica, request, timeout_s) for replica, request in requests.items()]
     return list(await asyncio.gather(*calls))
 
 
-async def ask(engine: Engine, replica: Replica, request: Request, timeout_s: float) -> Outcome:
-    """What a replica answers; status 0 without an answer.
-
-    Args:
-        engine: the replica's, with the credential to use.
-    """
+async def ask(replica: Replica, request: Request, timeout_s: float) -> Outcome:
+    """What a replica answers; status 0 without an answer."""
     try:
         async with asyncio.timeout(timeout_s):
-            response = await engine.send(request)
+            response = await replica.engine.send(request)
             try:
                 body = await response.read()
             finally:
@@ -224,14 +199,11 @@ def join_answers(call: AdminCall, outcomes: Sequence[Outcome], note: str = "") -
 
 
 def _joined(call: AdminCall, outcomes: Sequence[Outcome]) -> Any:
-    """The sum or the list of one field; None for other calls, or if an answer has no such field."""
-    if call.join not in (Join.SUM, Join.CONCATENATE):
-        return None
-    kind = int if call.join is Join.SUM else list
+    """The sum or the joined list of one field; None for other calls, or if an answer has no such field."""
     values: list[Any] = [outcome.value(call.field) for outcome in outcomes]
-    if any(type(value) is not kind for value in values):
-        return None
-    return sum(values) if kind is int else [item for value in values for item in value]
+    if all(type(value) is list for value in values):
+        return [item for value in values for item in value]
+    return sum(values) if all(type(value) is int for value in values) else None
 
 
 def _json(status: int, body: object) -> Response:

@@ -4,7 +4,6 @@ Most calls are passed on as they are. These differ:
 
     /pause?mode=keep               clear_cache=false is added: a cache that requests still use is not cleared
     /init_weight_transfer_engine   rank_offset of replica i = the given one + workers of the replicas before i
-    /update_weights                a list with one entry for each worker is cut into the parts of the replicas
     /finish_weight_update          gets a version if the trainer named none
 """
 
@@ -23,7 +22,6 @@ from tokenproxy.fleet.replica import Replica
 WORLD_SIZE = "/get_world_size"
 _WORLD_SIZE_S = 30.0
 _NOT_PASSED_ON = frozenset({b"x-replica", b"accept-encoding", b"idempotency-key"})
-_TRUE = ("true", "1", "yes", "on", "y", "t")
 
 
 async def make_requests(
@@ -48,8 +46,6 @@ async def make_requests(
     bodies = [body] * len(replicas)
     if effect is Effect.JOIN:
         bodies = await _with_rank_offsets(body, headers, replicas)
-    elif effect is Effect.LOAD:
-        bodies = await _with_own_updates(body, headers, replicas)
     elif effect is Effect.FINISH:
         fields = {name: value for name, value in _fields(body).items() if name != "weight_version"}
         named = fields | ({"weight_version": raw(version)} if version is not None else {})
@@ -83,25 +79,6 @@ async def _with_rank_offsets(body: bytes, headers: Headers, replicas: Sequence[R
     return [join({**fields, "init_info": msgspec.Raw(join(each))}) for each in infos]
 
 
-async def _with_own_updates(body: bytes, headers: Headers, replicas: Sequence[Replica]) -> list[bytes]:
-    """An update may be a list with one entry for each worker, in the order of their ranks."""
-    fields = parse(body)
-    info = fields.get("update_info")
-    if info is None:
-        raise BadRequest("`update_info` is required", param="update_info")
-    if len(replicas) == 1 or bytes(memoryview(info)[:1]) != b"[":
-        return [body] * len(replicas)
-    entries = msgspec.json.decode(info, type=list[msgspec.Raw])
-    sizes = await _world_sizes(headers, replicas)
-    if len(entries) != sum(sizes):
-        raise BadRequest(
-            f"`update_info` has {len(entries)} entries, but the fleet has {sum(sizes)} workers",
-            param="update_info",
-        )
-    parts = [entries[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True)]
-    return [join({**fields, "update_info": raw(part)}) for part in parts]
-
-
 async def _world_sizes(headers: Headers, replicas: Sequence[Replica]) -> list[int]:
     """The number of workers of each replica. Raises EngineBroken."""
     request = Request("GET", WORLD_SIZE, headers, fresh=True)
@@ -126,16 +103,6 @@ def named_version(call: AdminCall, request: Request) -> str | None:
     if not version:
         raise BadRequest("`new_version` is required: a text", param="new_version")
     return version
-
-
-def cleared_by(call: AdminCall, request: Request) -> bool:
-    """Whether a call that succeeded cleared the prefix caches."""
-    if call.effect is Effect.PAUSE:
-        keeps = query_value(request, "mode", "abort") == "keep"
-        return query_value(request, "clear_cache", "false" if keeps else "true").lower() in _TRUE
-    if call.effect is Effect.SLEEP:
-        return query_value(request, "level", "1") != "0"
-    return call.effect is Effect.CLEAR
 
 
 def adapter_to_unload(request: Request) -> bytes | None:

@@ -36,9 +36,6 @@ REFUSED_S = 60.0
 _REMEMBERED_DEATHS = 4096
 _JSON = b"application/json"
 _ERROR_EVENT = re.compile(rb'(?:event: ?error\r?\n)?data: ?(\{"error".*\})\r?\n\r?\n')
-_COMPLETION_TOKENS = re.compile(rb'"completion_tokens": ?(\d{1,9})')
-_TAIL = 4096
-"""Bytes at the end of a body in which its usage is looked for."""
 _BAD_STATUSES = frozenset({500, 502, 503, 504})
 """Answers that another replica may do better."""
 _PAUSED_STATUS = 503
@@ -122,7 +119,9 @@ async def dispatch(fleet: "Fleet", routing: Routing, work: Work) -> Response:
             if _says_paused(response) and fleet.clock() < hold_until:
                 run = None if fleet.weights.suspension.active else fleet.next_run(routing, tried)
                 if run is None:
-                    tried, run = [], await _acquire_after_pause(fleet, replica, routing, hold_until)
+                    with queued():
+                        await fleet.weights.pause_ended(replica, hold_until)
+                    tried, run = [], await fleet.acquire(routing)
                 continue
             lacks_model = response.status == 404 and routing.completion
             if not lacks_model and response.status not in _BAD_STATUSES:
@@ -145,19 +144,6 @@ def _says_paused(response: Response) -> bool:
     )
 
 
-async def _acquire_after_pause(fleet: "Fleet", replica: Replica, routing: Routing, until: float) -> "Run":
-    """Count a request as running again, after the pause of the replica that refused it, or at `until`."""
-    with queued():
-        await fleet.weights.pause_ended(replica, until)
-    return await fleet.acquire(routing)
-
-
-def completion_ids(body: bytes) -> int | None:
-    """How many ids were sampled, as the usage of a completion or of a stream's last chunks tells; a guess."""
-    found = _COMPLETION_TOKENS.findall(body, max(0, len(body) - _TAIL))
-    return int(found[-1]) if found else None
-
-
 class Run:
     """A request that counts as running on a replica until it ends; the response, if that is a stream."""
 
@@ -168,13 +154,11 @@ class Run:
         self.replica = replica
         self._fleet = fleet
         self._routing = routing
-        cached = routing.reused if replica.name == fleet.prefix_caches.holder(routing) else 0
         self._lease = replica.load.begin(routing.ids)
-        self._lease.to_read, self._lease.samples = routing.ids - cached, routing.completion
+        self._lease.samples = routing.completion
         replica.breaker.started(self._lease)  # at once: the next in the queue must not be a second trial
-        # one that belongs to no conversation counts as one of its own while it runs
-        self._conversation = routing.conversation or f"request/{id(self)}"
-        fleet.conversations.begin(self._conversation, replica.name, routing.ids)
+        if routing.conversation:
+            fleet.conversations.begin(routing.conversation, replica.name)
         self._response: Response | None = None
         self._chunks: AsyncIterator[bytes]
         self._first: bytes | None = None
@@ -189,8 +173,6 @@ class Run:
                 response = await work(replica)
                 begun = await self._begun(response)
         except BaseException as error:  # cancellation too: the request no longer counts as load
-            if isinstance(error, EngineBroken):
-                replica.note_loss()
             self.end()
             if response is not None:
                 await response.aclose()
@@ -199,15 +181,14 @@ class Run:
             raise
         replica.load.answered(lease)
         if isinstance(begun, BytesResponse):
-            if begun.status in _BAD_STATUSES and not _says_paused(begun):
-                replica.note_loss()  # its engine may be dying: see `survived`
-            else:
+            if begun.status not in _BAD_STATUSES or _says_paused(begun):
                 replica.breaker.succeeded()
-            if begun.status < 400:
-                self._completed(completion_ids(begun.body) or 0)
             self.end()
         elif replica.breaker.on_trial:
             replica.breaker.succeeded()
+        if begun.status < 400 and len(self._fleet.replicas) > 1:
+            for prompt in self._routing.prompts:
+                self._fleet.prefix_caches.note(prompt, replica.name)
         return begun
 
     async def survived(self, problem: EngineBroken | None = None) -> bool:
@@ -223,8 +204,8 @@ class Run:
             return True
         if digest is None:
             return True
-        death, alone = (replica.name, replica.losses), replica.lost_requests == 1
-        return self._fleet.suspects.engine_died(digest(), death, alone=alone)
+        death = (replica.name, replica.discoveries)
+        return self._fleet.suspects.engine_died(digest(), death, alone=self._lease.alone)
 
     async def _begun(self, response: Response) -> Response:
         """The response, its beginning read: itself for a stream, else the whole body.
@@ -257,30 +238,20 @@ class Run:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body's bytes; those of an event stream end where events end."""
-        replica, last, events = self.replica, b"", 0
+        replica = self.replica
         chunk, self._first = self._first, None
         try:
             while chunk is not None:
                 replica.load.progress()
-                events += chunk.count(b"data:")
-                last = chunk
                 yield chunk
                 chunk = await anext(self._chunks, None)
         except EngineBroken as problem:
-            replica.note_loss()
             await self.survived(problem)
             raise
         except EngineTimeout as problem:
             self._fleet.failed(replica, problem)
             raise
         replica.breaker.succeeded()
-        self._completed(completion_ids(last) or events)
-
-    def _completed(self, ids: int) -> None:
-        """Measure the replica by a response that arrived as a whole, with so many sampled ids."""
-        if ids:
-            self.replica.load.completed(self._lease, ids)
-            self._fleet.expected_ids += 0.05 * (ids - self._fleet.expected_ids)
 
     async def read(self) -> bytes:
         """The whole body."""
@@ -299,9 +270,7 @@ class Run:
             return
         load.end(self._lease)
         self.replica.breaker.ended(self._lease)
-        fleet.conversations.finish(self._conversation)
-        if not self._routing.conversation:
-            fleet.conversations.end(self._conversation)
+        fleet.conversations.finish(self._routing.conversation)
         if fleet.queue.waiting:
             fleet.queue.wake()
 

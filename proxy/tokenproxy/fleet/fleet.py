@@ -3,18 +3,18 @@
 import asyncio
 import logging
 import math
+import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from tokenproxy.base.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, NotFound
-from tokenproxy.base.http import Request, Response
+from tokenproxy.base.http import Response
 from tokenproxy.engine.discovery import NO_TOKEN_IN
 from tokenproxy.fleet.affinity import Conversations, PrefixCaches
-from tokenproxy.fleet.choosing import Candidate, Choose, Routing, sticky_least_loaded
+from tokenproxy.fleet.choosing import Choose, Routing, sticky_least_loaded
 from tokenproxy.fleet.dispatch import Run, Suspects, Work, dispatch
 from tokenproxy.fleet.health import BreakerState, FleetWatch
-from tokenproxy.fleet.load import work_of
 from tokenproxy.fleet.model import FleetModel, choose_model
 from tokenproxy.fleet.queue import FairQueue
 from tokenproxy.fleet.replica import Replica
@@ -69,13 +69,10 @@ class Fleet:
             queue_requests, queue_timeout_s, Run.end, self.weights.suspension, clock
         )
         self.conversations = Conversations(clock=clock)
-        self.prefix_caches = PrefixCaches(self)
+        self.prefix_caches = PrefixCaches()
         self.suspects = Suspects(clock)
-        self.expected_ids = 200.0
-        """Mean number of ids in a completion, of late."""
         self._choose = choose
         self.watch = FleetWatch(self)
-        self._next = 0
         self._started = self._all_tried = False
         for replica in replicas:
             self.add(replica)
@@ -164,16 +161,6 @@ class Fleet:
         """
         return await dispatch(self, routing, work)
 
-    async def send_to_any(self, request: Request, routing: Routing) -> Response:
-        """Send a request to a ready replica; if none is, to one that refuses discovery without a credential.
-
-        Raises: as `send`.
-        """
-        need_credential = [replica for replica in self.replicas if replica.wants_credential]
-        if need_credential and not any(replica.ready for replica in self.replicas):
-            return await need_credential[0].engine.send(request)
-        return await self.send(lambda replica: replica.engine.send(request), routing)
-
     def named(self, name: str) -> Replica:
         """The replica of that name.
 
@@ -185,11 +172,6 @@ class Fleet:
                 return replica
         raise NotFound(f"no replica at {name}: GET /admin/replicas lists them", param="x-replica")
 
-    async def lend_credential(self, credential: tuple[bytes, bytes]) -> None:
-        """Repeat discovery with a client's accepted credential on the replicas that refuse it without one."""
-        for replica in self.replicas:
-            await replica.lend_credential(credential)
-
     async def ask(self, work: Callable[[Replica], Awaitable[T]]) -> T:
         """Run `work` on a ready replica, whichever; if that accepts no connection, on the next one.
 
@@ -198,10 +180,8 @@ class Fleet:
         Raises: as `send`.
         """
         ready = await self._usable(samples=False)
-        self._next += 1
-        start = self._next % max(1, len(ready))
         last: EngineTimeout | EngineBroken | None = None
-        for replica in [*ready[start:], *ready[:start]]:
+        for replica in random.sample(ready, len(ready)):
             try:
                 return await work(replica)
             except EngineUnavailable as error:
@@ -227,10 +207,9 @@ class Fleet:
         def take() -> Run | None:
             if suspension.active and routing.samples:
                 return None
-            usable = _in_service(self.taking(samples=routing.samples))
+            usable = self._fitting(routing)
             if not usable:
                 raise self.nothing_responds()
-            usable = [each for each in usable if not each.lacks(routing.model)] or usable
             free = [replica for replica in usable if replica.load.requests < self._replica_requests]
             if not free and suspension.active:
                 free = usable  # the requests that run are paused, so that none ends
@@ -240,40 +219,32 @@ class Fleet:
         if overtakes and (run := take()) is not None:
             return run
         with queued():
-            return await self.queue.acquire(routing.tenant, routing.ids, take)
+            return await self.queue.acquire(routing.tenant, take)
 
     def next_run(self, routing: Routing, tried: Sequence[Replica]) -> Run | None:
         """Count a request as running on the least loaded replica that was not tried; None if there is none.
 
         It may exceed `replica_requests`.
         """
-        others = [replica for replica in self.taking(samples=routing.samples) if replica not in tried]
-        if not others:
-            return None
+        others = self._fitting(routing, tried)
+        return Run(self, min(others, key=lambda each: each.load.requests), routing) if others else None
 
-        def rank(replica: Replica) -> tuple[bool, bool, int]:
-            return not replica.breaker.allows, replica.lacks(routing.model), replica.load.requests
-
-        return Run(self, min(others, key=rank), routing)
+    def _fitting(self, routing: Routing, tried: Sequence[Replica] = ()) -> list[Replica]:
+        """The replicas that may get a request: of those that lack nothing for it, or of all if each does."""
+        usable = [each for each in self.taking(samples=routing.samples) if each not in tried]
+        usable = _in_service(usable)
+        return [replica for replica in usable if not replica.lacks(routing.model)] or usable
 
     def _chosen(self, replicas: Sequence[Replica], routing: Routing) -> Replica:
         """The replica that the policy chooses."""
         if len(replicas) == 1:
             return replicas[0]
-        holder = self.prefix_caches.holder(routing)
-        candidates = [
-            Candidate(
-                replica.name,
-                replica.load.requests,
-                self.conversations.load(replica.name, routing.conversation),
-                replica.load.pace_s,
-                0.0 if replica.load.requests else replica.load.pace_age_s,
-                work_of(self.expected_ids, routing.ids - (routing.reused if replica.name == holder else 0)),
-            )
-            for replica in replicas
-        ]
-        chosen = self._choose(candidates, holder)
-        return next(replica for replica in replicas if replica.name == chosen.name)
+        holder = self.conversations.holder(routing.conversation) or routing.holder
+        if not holder and routing.prompts:
+            served = self.prefix_caches.find(routing.prompts[0])
+            holders = [replica for replica in replicas if replica.name in served]
+            holder = min(holders, key=lambda each: each.load.requests).name if holders else ""
+        return self._choose(replicas, holder)
 
     def did_worse(self, replica: Replica, response: Response, routing: Routing) -> None:
         """Take note that another replica served a request which got an error response from this one."""
@@ -302,7 +273,8 @@ class Fleet:
     def _count_ejection(self, replica: Replica, kind: str) -> None:
         breaker = replica.breaker
         log.warning("%s gets no requests for %.0f s: %s", replica.name, breaker.opens_for_s(), breaker.reason)
-        replica.count_ejection(kind)
+        replica.metrics.replica_ejected(replica.name, kind)
+        replica.report_state()
 
     def has_alternative(self, replica: Replica) -> bool:
         """Whether another replica could take the requests of one; a trial is too little for that."""

@@ -10,12 +10,10 @@ A replica whose breaker is open gets no requests. Each time the breaker opens ag
 as long. Half open, it lets one request at a time through. (M. Nygard, Release It!, 2nd ed., 2018, chapter 5;
 the growing time is that of Envoy's outlier detection.)
 
-A watch finds replicas that accept requests and never respond to them. A replica is silent if requests run
-on it and it has sent nothing for longer than it needed recently. It is then sent a request for one token.
-If that does not arrive, and the engine's own count of tokens does not grow, the replica is ejected. So is one
-that answers it, but works on nothing else: it was silent for much longer than any replica needed recently,
-and its count of tokens stands still. The threshold is measured, because prompts take engines on a CPU a
-minute.
+A watch finds replicas that accept requests and never respond to them. A replica is silent if completions run
+on it and it has sent nothing for much longer than any replica needed recently. If the engine's own count of
+tokens stands still too, and it is not paused, the replica is ejected. The threshold is measured, because
+prompts take engines on a CPU a minute.
 """
 
 import asyncio
@@ -28,10 +26,9 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from tokenproxy.base.errors import ApiError, OutOfSockets
+from tokenproxy.base.errors import ApiError
 from tokenproxy.base.http import Request
 from tokenproxy.engine.protocol import fetch
-from tokenproxy.engine.token_in import CHAT_PATH, json_request
 
 if TYPE_CHECKING:
     from tokenproxy.fleet.fleet import Fleet
@@ -59,15 +56,12 @@ class Breaker:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.reason = ""
         """The failure that opened it."""
-        self.proved_by_probe = True
-        """Whether an answer to a request for one token ends a trial."""
         self._clock = clock
         self._failures = 0
         self._open_s = 0.0
         self._opened_at: float | None = None
         self._last_opened: float | None = None
         self._trial: object | None = None
-        self._trial_began = 0.0
 
     @property
     def state(self) -> BreakerState:
@@ -81,10 +75,6 @@ class Breaker:
         if self._opened_at is None:
             return 0.0
         return max(0.0, self._opened_at + self._open_s - self._clock())
-
-    def trial_s(self) -> float:
-        """Seconds since the trial began; 0 if none runs."""
-        return self._clock() - self._trial_began if self.on_trial else 0.0
 
     @property
     def on_trial(self) -> bool:
@@ -100,7 +90,7 @@ class Breaker:
     def started(self, request: object) -> None:
         """Take note that a request is sent; half open, it is the trial, unless another one is."""
         if self.state is BreakerState.HALF_OPEN and self._trial is None:
-            self._trial, self._trial_began = request, self._clock()
+            self._trial = request
 
     def ended(self, request: object) -> None:
         """Take note that a request ended. If it was an undecided trial, the next request is the trial."""
@@ -110,7 +100,6 @@ class Breaker:
     def reset(self) -> None:
         """Close the breaker, because the engine was restarted."""
         self._failures, self._trial, self._opened_at = 0, None, None
-        self.proved_by_probe = True
 
     def succeeded(self) -> None:
         """Take note of a response. While the breaker is open, late responses are ignored."""
@@ -149,22 +138,18 @@ class Breaker:
 log = logging.getLogger("tokenproxy")
 
 INTERVAL_S = 0.5
-SILENT_S = 3.0
-"""The shortest silence that counts. A trial that runs for longer is decided by a request for one token: a
-whole completion may take minutes, and all other requests wait for its end. A shorter one proves more."""
+SILENT_S = 10.0
+"""The shortest silence that counts."""
 _TIMES_SLOWER = 3.0
 """How many times longer than usual silences a silence must be to count."""
-PROBE_S = 2.5
-HUNG_S = 30.0
-"""The shortest silence that counts although the replica answers requests for one token."""
+_COUNTED_S = 2.5
+"""Seconds between two looks at a count of tokens."""
 LATE_S = 1.0
 """A task that wakes up later than this makes recent timeouts inconclusive."""
 _LATE_REMEMBERED_S = 10.0
 _NAP_S = 0.05
 _NAPS = 4
 _SETTLES_S = 3.0
-_DEAD = "it responds to /health, but to no requests"
-_HUNG = "it responds to requests for one token, but to no others"
 _TOKEN_COUNTS = re.compile(rb"^vllm:(?:generation|prompt|iteration)_tokens_total\S*\s+(\S+)$", re.MULTILINE)
 
 
@@ -175,7 +160,8 @@ class FleetWatch:
         self._fleet = fleet
         self._clock = fleet.clock
         self._task: asyncio.Task[None] | None = None
-        self._probes: dict[str, asyncio.Task[None]] = {}
+        self._examinations: dict[str, asyncio.Task[None]] = {}
+        """Of silent replicas, by their names."""
         self._due = math.inf
         """When the task wakes up."""
         self._late_at = -math.inf
@@ -187,7 +173,7 @@ class FleetWatch:
 
     async def stop(self) -> None:
         """Stop watching."""
-        tasks = [task for task in (self._task, *self._probes.values()) if task is not None]
+        tasks = [task for task in (self._task, *self._examinations.values()) if task is not None]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -228,89 +214,49 @@ class FleetWatch:
     async def _look(self) -> None:
         fleet = self._fleet
         fleet.queue.wake()  # a replica may have come back
-        for replica in [*fleet.replicas, *fleet.leaving]:
+        watched = [*fleet.replicas, *fleet.leaving]
+        usual_s = max((replica.load.usual_silence_s() for replica in watched), default=0.0)
+        for replica in watched:
             replica.report_state()
-            silent_s = replica.load.silent_s()
-            if silent_s < SILENT_S or replica.name in self._probes or not self._may_probe(replica):
-                continue
-            # after each answer to a request for one token the next one comes later
-            probed_after_s = replica.load.unserved_s() - silent_s
-            suspicious = silent_s > max(_TIMES_SLOWER * replica.load.usual_silence_s(), probed_after_s)
-            if suspicious or replica.breaker.trial_s() > SILENT_S:
-                self._probes[replica.name] = asyncio.create_task(self._probe(replica, suspicious))
+            silent = replica.load.silent_s() > max(SILENT_S, _TIMES_SLOWER * usual_s)
+            if silent and replica.name not in self._examinations and self._may_eject(replica):
+                self._examinations[replica.name] = asyncio.create_task(self._examine(replica))
         for replica in [each for each in fleet.leaving if not each.load.requests]:
             await fleet.forget(replica)
 
-    def _may_probe(self, replica: "Replica") -> bool:
+    def _may_eject(self, replica: "Replica") -> bool:
         fleet = self._fleet
         paused = fleet.weights.suspension.active  # a paused engine sends nothing
         if paused or self.was_late or not replica.ready or replica.breaker.opens_for_s():
             return False
         return fleet.has_alternative(replica)
 
-    async def _probe(self, replica: "Replica", suspicious: bool) -> None:
-        try:
-            fault = await self._fault(replica, suspicious)
-            if fault and self._fleet.has_alternative(replica):
-                replica.breaker.proved_by_probe = fault != _HUNG
-                self._fleet.eject(replica, fault)
-        finally:
-            del self._probes[replica.name]
-
-    async def _fault(self, replica: "Replica", suspicious: bool) -> str:
-        """Ask for one token; returns why the replica counts as dead, empty if it does not.
-
-        It does if it is suspicious and does not answer, or answers and hangs, and nothing explains that.
-        """
-        before, silent_s = await _token_count(replica), replica.load.silent_s()
-        request = {"messages": [{"role": "user", "content": "."}], "max_tokens": 1}
-        status = 0
-        try:
-            async with asyncio.timeout(PROBE_S):
-                status, _ = await fetch(replica.questions, json_request(CHAT_PATH, request))
-        except TimeoutError:
-            pass
-        except OutOfSockets:
-            return ""  # this process is at fault, not the replica
-        except ApiError as error:
-            if suspicious:
-                self._fleet.failed(replica, error)
-            return ""
-        if 0 < status < 500:
-            replica.load.note_probe()
-            proved = status == 200 and replica.breaker.proved_by_probe
-            if proved and replica.breaker.trial_s() > SILENT_S:
-                replica.breaker.succeeded()
-            return _HUNG if await self._hangs(replica) else ""
-        progressed = replica.load.silent_s() < silent_s or before != await _token_count(replica)
-        if not suspicious or progressed or self.was_late:
-            return ""
-        return "" if await self._fleet.weights.explains_silence(replica) else _DEAD
-
-    async def _hangs(self, replica: "Replica") -> bool:
-        """Whether a replica that answers a request for one token works on no other, although some run.
+    async def _examine(self, replica: "Replica") -> None:
+        """Eject a silent replica, unless it works or is paused.
 
         A long completion that is not streamed is silent too, but its engine counts its tokens. Without that
-        count, nothing tells them apart.
+        count, nothing tells a replica that hangs from one that works.
         """
-        usual_s = max(each.load.usual_silence_s() for each in [replica, *self._fleet.replicas])
-        unserved_s = replica.load.unserved_s()
-        if unserved_s < max(HUNG_S, _TIMES_SLOWER * usual_s):
-            return False
-        before = await _token_count(replica)
-        # at random, because other processes ask for one token, too, and must not do so each time
-        await asyncio.sleep(PROBE_S * random.uniform(0.5, 1.5))
-        if before is None or before != await _token_count(replica) or self.was_late:
-            return False
-        silent = replica.load.unserved_s() > unserved_s
-        return silent and not await self._fleet.weights.explains_silence(replica)
+        try:
+            before, silent_s = await _token_count(replica), replica.load.silent_s()
+            await asyncio.sleep(_COUNTED_S)
+            if before is None or before != await _token_count(replica):
+                replica.load.shift(0.0)  # the next examination comes after another such silence
+            elif (
+                replica.load.silent_s() > silent_s
+                and self._may_eject(replica)
+                and not await self._fleet.weights.explains_silence(replica)
+            ):
+                self._fleet.eject(replica, "it responds to /health, but requests on it do not go on")
+        finally:
+            del self._examinations[replica.name]
 
 
 async def _token_count(replica: "Replica") -> float | None:
     """Number of tokens that the engine processed, from its own metrics; None if it has no such metric."""
     try:
         async with asyncio.timeout(1.0):
-            status, page = await fetch(replica.questions, Request("GET", "/metrics"))
+            status, page = await fetch(replica.engine, Request("GET", "/metrics"))
         counts = _TOKEN_COUNTS.findall(page) if status == 200 else []
         return sum(map(float, counts)) if counts else None
     except (ApiError, TimeoutError, ValueError):

@@ -1,8 +1,4 @@
-"""The requests that run on one replica, and how fast it serves them.
-
-Work is counted in sampled ids: reading one id of a prompt that is not in the prefix cache costs a sixteenth
-of sampling one. The pace of a replica is the exponential mean of its recent turns.
-"""
+"""The requests that run on one replica, and for how long it is usually silent."""
 
 import asyncio
 import math
@@ -10,23 +6,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-_READ_PER_SAMPLED = 16.0
-"""Prompt ids that are read in the time in which one id is sampled. The choice depends little on it."""
-_PACE_STEP = 0.2
-"""Share of a turn in the pace."""
 _READING_KEPT = 0.9
 """Share of the earlier prompts that counts in how fast prompts are read, after another one was read."""
 _GAP_HALF_LIFE_S = 60.0
 """Half-life of the longest gap: a replica that was slow an hour ago may be fast now."""
-
-
-def work_of(completion_ids: float, prompt_ids: float) -> float:
-    """The work of a turn in sampled ids.
-
-    Args:
-        prompt_ids: number of prompt ids that are not in the prefix cache.
-    """
-    return max(1.0, completion_ids + prompt_ids / _READ_PER_SAMPLED)
 
 
 @dataclass(slots=True, eq=False)
@@ -39,8 +22,8 @@ class Lease:
     """On the clock of `time.monotonic`."""
     deadline: asyncio.Timeout | None = None
     """Ends the wait for the first byte. None after the first byte was sent to the client."""
-    to_read: int = 0
-    """Estimated number of its prompt's ids that are not in the replica's prefix cache."""
+    alone: bool = True
+    """Whether no other request ran on the replica at the same time."""
     last_try: bool = False
     """Whether the request may not run again if this replica fails."""
     samples: bool = False
@@ -53,18 +36,12 @@ class Load:
 
     clock: Callable[[], float] = time.monotonic
     running: set[Lease] = field(default_factory=set)
-    pace_s: float | None = None
-    """Mean seconds for the work of sampling one id; None before the first response."""
     slowest_gap_s: float = 0.0
     """The longest recent time between two signs of progress."""
     responded: bool = False
     """Whether the replica served a prompt since it was started; the first one may take it very long."""
-    _paced: float = 0.0
-    """When the pace was measured."""
     _progressed: float = -math.inf
     """When the replica last sent an event or a body, or took a request after a pause."""
-    _served: float = -math.inf
-    """The same without the answers to the proxy's own requests for one token."""
     _read_s: float = 0.0
     """Seconds from recent requests to their first bytes, and the ids of their prompts."""
     _read_ids: float = 0.0
@@ -74,17 +51,14 @@ class Load:
         """How many requests run."""
         return len(self.running)
 
-    @property
-    def pace_age_s(self) -> float:
-        """Seconds since the pace was measured."""
-        return self.clock() - self._paced
-
     def begin(self, ids: int) -> Lease:
         """Count a request until `end`."""
         now = self.clock()
         if not self.running:
-            self._progressed = self._served = now
-        lease = Lease(ids, now)
+            self._progressed = now
+        lease = Lease(ids, now, alone=not self.running)
+        if len(self.running) == 1:  # of several none is alone any more
+            next(iter(self.running)).alone = False
         self.running.add(lease)
         return lease
 
@@ -113,7 +87,7 @@ class Load:
         Args:
             seconds: how long it was; 0 if that is unknown, so that only the silence is forgotten.
         """
-        self._progressed = self._served = now = self.clock()
+        self._progressed = now = self.clock()
         for lease in self.running:
             lease.started += min(seconds, max(0.0, now - lease.started))
 
@@ -126,31 +100,17 @@ class Load:
             self._read_ids = _READING_KEPT * self._read_ids + lease.ids
         self.progress()
 
-    def completed(self, lease: Lease, completion_ids: int) -> None:
-        """Measure the replica's pace, when the whole response arrived."""
-        self._paced = self.clock()
-        pace_s = max(self._paced - lease.started, 1e-6) / work_of(completion_ids, lease.to_read)
-        self.pace_s = pace_s if self.pace_s is None else self.pace_s + _PACE_STEP * (pace_s - self.pace_s)
-
     def progress(self) -> None:
         """Take note that the replica sent a whole event or body."""
         now = self.clock()
-        gap = now - self._served
+        gap = now - self._progressed
         self.slowest_gap_s = max(gap, self.slowest_gap_s * 0.5 ** (gap / _GAP_HALF_LIFE_S))
-        self._progressed = self._served = now
-
-    def note_probe(self) -> None:
-        """Take note that the replica answered a request for one token, which is silence of all others."""
-        self._progressed = self.clock()
+        self._progressed = now
 
     def silent_s(self) -> float:
-        """Seconds since the last progress; 0 if nothing runs."""
-        return self.clock() - self._progressed if self.running else 0.0
-
-    def unserved_s(self) -> float:
-        """Seconds since the last progress of a client's request; 0 if none runs that samples."""
+        """Seconds since the last progress; 0 if no request runs that samples."""
         samples = any(lease.samples for lease in self.running)
-        return self.clock() - self._served if samples else 0.0
+        return self.clock() - self._progressed if samples else 0.0
 
     def usual_silence_s(self) -> float:
         """The longest silence that is usual for the requests that run.

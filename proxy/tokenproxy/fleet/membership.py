@@ -120,8 +120,6 @@ class Membership:
         for url in names:
             with self._reported(url):
                 self._from_names[url] = await self.resolve(url)
-        if self._task is not None:
-            self._apply()  # a store that stalls must not hold up the sources
         with self._reported("the admin API"):
             await self._read_changes()
         self._apply()
@@ -188,7 +186,8 @@ class Membership:
             return
         for name, change in stored.items():
             if self.changes.get(name) is not change:
-                _log_learned(name, change)
+                undo = "DELETE" if change is ReplicaChange.ADDED else "POST"
+                log.info("%s is %s by the admin API: %s /admin/replicas undoes that", name, change, undo)
         self.changes = stored
 
     def _named(self) -> dict[str, str]:
@@ -248,16 +247,6 @@ class Membership:
         else:
             if self._problems.pop(source, None):
                 log.info("%s can be read again", source)
-
-
-def _log_learned(name: str, change: ReplicaChange) -> None:
-    """Log a change that another process made, or this one before it was restarted, and how to undo it."""
-    if change is ReplicaChange.ADDED:
-        log.info("%s was added by the admin API; DELETE /admin/replicas?url=%s removes it", name, name)
-        return
-    undo = f'POST /admin/replicas {{"url": "{name}"}}'
-    verb = "drained" if change in _DRAINS else "removed"
-    log.warning("%s gets no requests: the admin API %s it; %s undoes that", name, verb, undo)
 
 
 def fleet_id(upstreams: Sequence[str], file: Path | None) -> str:

@@ -1,13 +1,9 @@
 """A bounded, fair queue for requests that wait for a free slot on a replica.
 
-Tenants share the service by weight; requests of one tenant are served in the order in which they came. The
-order is that of start-time fair queueing (Goyal, Vin, Cheng: "Start-time Fair Queueing", SIGCOMM 1996). With
-prompt ids as weights, its tags count what the Virtual Token Counter counts (Sheng et al.: "Fairness in
-Serving Large Language Models", OSDI 2024).
+Tenants take turns; requests of one tenant are served in the order in which they came. Law, for two tenants
+that both have requests waiting all the time:
 
-Law, for two tenants that both have requests waiting all the time:
-
-    | service of one - service of the other | <= largest weight of one + largest weight of the other
+    | requests of one that were served - requests of the other | <= 1
 
 The queue is independent of replicas: it calls `try_take` to get a slot, and a call of `wake` reports that
 one became free. Slots are alike: if the first in line finds none, no other request does.
@@ -15,6 +11,7 @@ one became free. Slots are alike: if the first in line finds none, no other requ
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -26,8 +23,6 @@ T = TypeVar("T")
 _RETRY_AFTER_S = 2
 _SUSPENDED_STEP_S = 1.0
 """Seconds between two looks at the time that is left while requests are suspended."""
-_IDLE_TENANTS = 64
-"""Number of idle tenants that are kept before those are dropped whose past service no longer matters."""
 
 
 class Suspension:
@@ -65,7 +60,6 @@ class Suspension:
 @dataclass(slots=True, eq=False)
 class _Waiter(Generic[T]):
     tenant: str
-    weight: int
     try_take: Callable[[], T | None]
     future: "asyncio.Future[T]"
 
@@ -99,18 +93,14 @@ class FairQueue(Generic[T]):
         self._clock = clock
         self.waiting = 0
         """Requests that wait now."""
-        self._now = 0.0
-        """Virtual time: the tag with which a tenant starts that was idle."""
-        self._tags: dict[str, float] = {}
-        """The virtual time at which the next request of each tenant starts."""
-        self._lines: dict[str, dict[_Waiter[T], None]] = {}
-        """The requests that wait, by tenant, the oldest first; no line is empty."""
+        self._lines: OrderedDict[str, dict[_Waiter[T], None]] = OrderedDict()
+        """The requests that wait, by tenant, the oldest first; the tenant whose turn it is first. No line is
+        empty, so that a tenant that comes back is the last."""
 
-    async def acquire(self, tenant: str, weight: int, try_take: Callable[[], T | None]) -> T:
+    async def acquire(self, tenant: str, try_take: Callable[[], T | None]) -> T:
         """Take a slot, or wait for one.
 
         Args:
-            weight: the service that the request gets, for example its prompt ids; at least 1 is counted.
             try_take: takes a slot and returns it, or returns None if none is free. `wake` calls it too, so
                 it must be quick, and must not call the queue. An error that it raises ends the wait of this
                 request.
@@ -122,8 +112,9 @@ class FairQueue(Generic[T]):
             return taken
         self._refuse_newest(tenant)
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        waiter = _Waiter(tenant, max(1, weight), try_take, future)
-        self._add(waiter)
+        waiter = _Waiter(tenant, try_take, future)
+        self._lines.setdefault(tenant, {})[waiter] = None
+        self.waiting += 1
         try:
             await self._wait(future)
         except BaseException:  # cancellation too: nobody would use the slot that the waiter gets
@@ -145,8 +136,8 @@ class FairQueue(Generic[T]):
         Each is resumed after its slot was taken, so none wakes in vain.
         """
         while self._lines:
-            tenant = min(self._lines, key=self._tags.__getitem__)  # equal tags: first come, first served
-            waiter = next(iter(self._lines[tenant]))
+            tenant, line = next(iter(self._lines.items()))
+            waiter = next(iter(line))
             try:
                 taken = waiter.try_take()
             except Exception as error:  # noqa: BLE001 - the boundary of the caller's function
@@ -155,10 +146,7 @@ class FairQueue(Generic[T]):
                 continue
             if taken is None:
                 return
-            # each service moves all that compete by their share; by the tag alone, tenants that come with
-            # one request each would always start before one that has waited
-            self._now = max(self._tags[tenant], self._now + waiter.weight / len(self._lines))
-            self._tags[tenant] += waiter.weight
+            self._lines.move_to_end(tenant)
             self._remove(waiter)
             waiter.future.set_result(taken)
 
@@ -189,20 +177,9 @@ class FairQueue(Generic[T]):
         self._remove(newest)
         newest.future.set_exception(refusal)
 
-    def _add(self, waiter: _Waiter[T]) -> None:
-        if waiter.tenant not in self._lines:  # one that was idle gets no credit for that time
-            self._tags[waiter.tenant] = max(self._tags.get(waiter.tenant, 0.0), self._now)
-        self._lines.setdefault(waiter.tenant, {})[waiter] = None
-        self.waiting += 1
-
     def _remove(self, waiter: _Waiter[T]) -> None:
         line = self._lines[waiter.tenant]
         del line[waiter]
         self.waiting -= 1
         if not line:
             del self._lines[waiter.tenant]
-        if not self._lines:
-            self._now, self._tags = 0.0, {}
-        elif len(self._tags) > 2 * len(self._lines) + _IDLE_TENANTS:
-            kept = [each for each in self._tags.items() if each[1] > self._now or each[0] in self._lines]
-            self._tags = dict(kept)

@@ -20,7 +20,7 @@ from tokenproxy.base.errors import (
 )
 from tokenproxy.base.http import Request
 from tokenproxy.engine.discovery import NO_TOKEN_IN, Capabilities, CredentialRequired, discover, list_models
-from tokenproxy.engine.protocol import Engine, EngineWithCredential, fetch
+from tokenproxy.engine.protocol import Engine, fetch
 from tokenproxy.fleet.health import Breaker
 from tokenproxy.fleet.load import Load
 from tokenproxy.fleet.tokenizers import Tokenizers
@@ -86,10 +86,8 @@ class Replica:
         self.breaker = Breaker(clock)
         self.draining = False
         """Whether it gets no more requests, and those that run end."""
-        self.losses = 0
-        """Number of times that connections broke under requests. Those that break together count as one."""
-        self.lost_requests = 0
-        """How many requests ran when connections broke last; 0 if it has responded since."""
+        self.discoveries = 0
+        """How often discovery succeeded: the engine was started at least as often."""
         self._lacking: dict[str, float] = {}
         """When it answered 404 for a model that another replica serves, by the model's name."""
         self.capabilities: Capabilities | None = None
@@ -105,15 +103,14 @@ class Replica:
         self._interval_s = watch_interval_s
         self.problem = "not checked yet"
         """Why it is not ready."""
-        self._credential: tuple[bytes, bytes] | None = None
-        self.wants_credential = False
-        """Whether the engine refuses discovery without a credential that it accepts."""
         self.was_tried = False
         """Whether the first discovery ended, with or without success."""
         self._check_due = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self.weight_version: str | None = None
         """The version of its weights; None if its engine reports none."""
+        self.has_weight_routes = True
+        """False if its engine answered that it has none of the routes for development."""
         self._confirmation: asyncio.Task[bool] | None = None
         self._misses = 0
 
@@ -142,20 +139,6 @@ class Replica:
             raise EngineUnavailable(self.problem)
         return self.capabilities
 
-    @property
-    def questions(self) -> Engine:
-        """The engine for the proxy's own requests: with a client's credential, if one was lent."""
-        if self._credential is None:
-            return self.engine
-        return EngineWithCredential(self.engine, self._credential)
-
-    async def lend_credential(self, credential: tuple[bytes, bytes]) -> None:
-        """Repeat discovery with a credential that the engine accepted from a client, if it requires one."""
-        if self.wants_credential:
-            self.wants_credential = False
-            self._credential = credential
-            await self._discover()
-
     def start(self) -> None:
         """Start watching. Call it inside a running event loop."""
         self.report_state()
@@ -168,7 +151,7 @@ class Replica:
             await asyncio.wait([self._watcher])
         if self._confirmation is not None:
             await asyncio.wait([self._confirmation])
-        self._tokenizers.forget(self.questions)
+        self._tokenizers.forget(self.engine)
         await self.engine.aclose()
 
     def mark_down(self, problem: ApiError) -> None:
@@ -178,20 +161,15 @@ class Replica:
         if self.capabilities is None:
             return
         log.warning("%s is down: %s", self.name, problem.message)
-        self.count_ejection("unreachable")
+        self.metrics.replica_ejected(self.name, "unreachable")
         self.capabilities = None
         self.engine.verify(None)
-        self._tokenizers.forget(self.questions)
+        self._tokenizers.forget(self.engine)
         self.fleet.settle_model()
 
     def check_now(self) -> None:
         """Check the engine's health now instead of at the next interval: a request to it failed."""
         self._check_due.set()
-
-    def note_loss(self) -> None:
-        """A connection broke under a request that still counts as running."""
-        self.losses += not self.lost_requests
-        self.lost_requests = max(self.lost_requests, self.load.requests)
 
     def note_lack(self, model: str) -> None:
         """Take note that it does not serve a model that another replica serves, and check what it serves."""
@@ -220,8 +198,6 @@ class Replica:
         # vLLM's API server outlives its engine for a moment, and answers 503
         if not healthy:
             self.mark_down(EngineUnavailable(f"{self.name} does not respond to /health"))
-        else:
-            self.lost_requests = 0
         return healthy
 
     async def _verify(self) -> None:
@@ -237,7 +213,7 @@ class Replica:
         silent = f"{self.name} does not report which model it serves"
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                models = await list_models(self.questions)
+                models = await list_models(self.engine)
         except CredentialRequired:
             return  # there is no key to ask with
         except TimeoutError as error:
@@ -256,7 +232,7 @@ class Replica:
         capabilities = self.require_capabilities()
         if model in capabilities.models:
             return True
-        models = await list_models(self.questions)
+        models = await list_models(self.engine)
         # the engine may have gone down, or come back as another, during the request
         if self.capabilities is capabilities:
             self.capabilities = replace(capabilities, models=tuple(m.name for m in models))
@@ -330,13 +306,13 @@ class Replica:
                 if not await self._is_healthy(HEALTH_TIMEOUT_S):
                     self._missed()
                     raise EngineUnavailable(f"{self.name} does not respond to /health")
-                capabilities = await discover(self.questions)
+                capabilities = await discover(self.engine)
             self.problem = f"the tokenizer for {self.name} is still loading"
             await self._find_tokenizer(capabilities, TOKENIZER_TIMEOUT_S)
         except TimeoutError:
             self.problem = f"{self.name} did not respond within {DISCOVERY_TIMEOUT_S:.0f} s"
         except ApiError as error:
-            self.problem, self.wants_credential = error.message, isinstance(error, CredentialRequired)
+            self.problem = error.message
         except Exception as error:
             # the boundary of discovery: an engine may respond anything
             log.exception("discovering what %s supports failed", self.name)
@@ -353,14 +329,14 @@ class Replica:
             self.engine.verify(self._verify)
             self.breaker.reset()
             self.load.responded = False
-            self.lost_requests = self._misses = 0
+            self.discoveries += 1
+            self._misses = 0
             self._lacking.clear()
         first_try, self.was_tried = not self.was_tried, True
         if self.capabilities is None and first_try:
             log.warning("%s is not ready: %s", self.name, self.problem)
         if self.capabilities is not None or first_try:
             self.fleet.settle_model()
-        self.report_state()
 
     async def _find_tokenizer(self, capabilities: Capabilities, timeout_s: float) -> None:
         """Set the tokenizer of the engine's model, or why there is none. Raises ApiError."""
@@ -368,7 +344,7 @@ class Replica:
         self.tokenizer, self._tokenizer_retry_at = None, self._clock()
         try:
             async with asyncio.timeout(timeout_s):
-                self.tokenizer = await self._tokenizers.find(self.questions, capabilities.model)
+                self.tokenizer = await self._tokenizers.find(self.engine, capabilities.model)
         except TimeoutError:  # loading goes on
             problem = Unsupported("the model's tokenizer is still loading", code="no_tokenizer")
         except Unsupported as error:
@@ -396,8 +372,3 @@ class Replica:
         if (state := self.state) is not self._reported:
             self._reported = state
             self.metrics.replica_state(self.name, state)
-
-    def count_ejection(self, reason: str) -> None:
-        """Count that it gets no requests for a while; `reason` is a snake_case word."""
-        self.metrics.replica_ejected(self.name, reason)
-        self.report_state()

@@ -46,8 +46,6 @@ class Failure(msgspec.Struct, frozen=True):
     reason: str
     loading: bool = True
     """Whether its weights may differ from what their version says; False if it may still be paused."""
-    repairing: bool = False
-    """Whether another update has begun on it."""
 
 
 class FleetState(msgspec.Struct, frozen=True):
@@ -70,9 +68,9 @@ class FleetState(msgspec.Struct, frozen=True):
     an update fails if that does not change for too long."""
 
     def lacks_weights(self, replica: str) -> bool:
-        """Whether an update failed on a replica, and no other one has begun there."""
+        """Whether an update failed on a replica, and no other one of the fleet has begun there."""
         failure = self.failures.get(replica)
-        return failure is not None and failure.loading and not failure.repairing
+        return failure is not None and failure.loading
 
     def problem(self, replica: str, version: str | None) -> str:
         """Why a replica must not serve requests; empty if it may.

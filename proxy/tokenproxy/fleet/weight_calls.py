@@ -12,14 +12,13 @@ import datetime
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace as with_fields
 
 from msgspec.structs import replace
 
 from tokenproxy.base.errors import BadRequest, EngineUnavailable
 from tokenproxy.base.http import JSON_HEADERS, Request, Response, query_value
-from tokenproxy.fleet.admin_calls import AdminCall, Effect, Join, Outcome, fan_out, join_answers
-from tokenproxy.fleet.admin_requests import adapter_to_unload, cleared_by, make_requests, named_version
+from tokenproxy.fleet.admin_calls import AdminCall, Effect, Outcome, fan_out, join_answers
+from tokenproxy.fleet.admin_requests import adapter_to_unload, make_requests, named_version
 from tokenproxy.fleet.fleet import Fleet
 from tokenproxy.fleet.replica import Replica
 from tokenproxy.fleet.shared import Failure, FleetState
@@ -38,7 +37,8 @@ _STEPS = frozenset({Effect.START, Effect.LOAD, Effect.FINISH})
 _UPDATES = _STEPS | {Effect.NAME}
 _LOADS = _STEPS | {Effect.CALL}
 """Effects after which a replica on which the call failed may have other weights than its version says."""
-_BEGINS_REPAIR = "/start_weight_update"
+_REPAIRS = "/start_weight_update"
+"""An update of a draft model repairs nothing."""
 _PAUSES = frozenset({Effect.PAUSE, Effect.SLEEP})
 _ENDS_PAUSE = frozenset({Effect.RESUME, Effect.WAKE})
 
@@ -46,9 +46,7 @@ _ENDS_PAUSE = frozenset({Effect.RESUME, Effect.WAKE})
 class WeightCalls:
     """Runs the admin calls of a fleet."""
 
-    def __init__(self, fleet: Fleet, metrics: Metrics, *, salted: bool = False) -> None:
-        """`salted`: whether cached prefixes belong to one version, so that another one cannot use them."""
-        self.salted = salted
+    def __init__(self, fleet: Fleet, metrics: Metrics) -> None:
         self.fleet = fleet
         self._metrics = metrics
         self._running: set[asyncio.Task[Response]] = set()
@@ -87,16 +85,10 @@ class WeightCalls:
         await weights.refresh()
         weights.calls += 1
         try:
-            running = _Call(self, call, request, only)
+            running = _Call(self.fleet, call, request, only)
             requests = await make_requests(call, request, running.targets, running.version, running.unnamed)
             await running.prepare()
             outcomes = await fan_out(requests, weights.timeout_s)
-            if call.join is Join.SUCCESS:
-                told = "it answered success: false"
-                outcomes = [
-                    with_fields(each, problem=told) if each.ok and each.value("success") is False else each
-                    for each in outcomes
-                ]
             note = await running.conclude(outcomes)
         finally:
             weights.calls -= 1
@@ -109,11 +101,10 @@ class WeightCalls:
 class _Call:
     """One call."""
 
-    def __init__(self, calls: WeightCalls, call: AdminCall, request: Request, only: str) -> None:
+    def __init__(self, fleet: Fleet, call: AdminCall, request: Request, only: str) -> None:
         """Raises BadRequest, NotFound or EngineUnavailable, as `WeightCalls.run`."""
-        self._calls = calls
-        self._fleet = calls.fleet
-        self._weights = calls.fleet.weights
+        self._fleet = fleet
+        self._weights = fleet.weights
         self._call = call
         self._request = request
         self._only = only
@@ -171,7 +162,7 @@ class _Call:
             late = bool(state.paused) and not await self._fleet.watch.settled()
             if state.paused and weights.shared:
                 # other processes note the positions of their streams; new requests still wait here
-                await weights.announce(replace(state, paused=""))
+                await weights.change(replace(state, paused=""), adopt=False)
                 await asyncio.sleep(_OTHERS_LEARN_S)
             weights.note_positions(late=late)
 
@@ -195,9 +186,6 @@ class _Call:
             state = self._progressed(state, done)
         if state != weights.state or weights.ahead:
             await weights.change(state)
-        if cleared_by(self._call, self._request):
-            for replica in done:
-                fleet.prefix_caches.forget(replica)
         for replica in fleet.replicas:
             replica.report_state()
         return await self._undo_adapter(outcomes) if effect is Effect.ADD_ADAPTER else ""
@@ -209,8 +197,6 @@ class _Call:
         named = [each.replica for each in outcomes if each.ok and each.replica not in self.unnamed]
         for replica in named:
             self._weights.named(replica, self.version)
-            if self._calls.salted:
-                self._fleet.prefix_caches.forget(replica)
         unknown = [outcome.replica for outcome in outcomes if not outcome.ok and not outcome.refused]
         for replica in unknown:
             replica.weight_version = None
@@ -253,11 +239,11 @@ class _Call:
         for name in [replica.name for replica in done if replica.name in failures]:
             failure = failures[name]
             again = failure.path == call.path and call.effect in (Effect.CALL, *_ENDS_PAUSE)
-            finished = call.effect is Effect.FINISH and failure.repairing
-            if call.path == _BEGINS_REPAIR and failure.loading:
-                failures[name] = replace(failure, repairing=True)
-            elif again or finished or (call.effect is Effect.NAME and self._only):
-                log.info("%s gets requests again: %s succeeded on it", name, call.path)
+            stated = bool(self._only) and call.effect in (Effect.FINISH, Effect.NAME)
+            # requests wait until that update has ended
+            begun = call.path == _REPAIRS and failure.loading and not self._only
+            if again or stated or begun:
+                log.info("%s succeeded on %s, on which %s had failed", call.path, name, failure.path)
                 del failures[name]
         return replace(state, failures=failures)
 

@@ -61,8 +61,6 @@ class Weights:
         self._clock = fleet.clock
         self.suspension = Suspension(self._clock)
         self._tags: WeakSet[WeightTag] = WeakSet()
-        self._without_version: WeakSet[Replica] = WeakSet()
-        """Replicas without development routes: they are asked again after they were restarted."""
         self._words_lock = asyncio.Lock()
         self._reads_begun = self._last_read = 0
         """Number of reads of the store that began, and of the last one that ended."""
@@ -104,15 +102,11 @@ class Weights:
         """Whether other processes may have the same fleet."""
         return self.words is not None and self.words.shared
 
-    async def change(self, state: FleetState) -> None:
-        """Adopt a state, and let other processes learn of it."""
+    async def change(self, state: FleetState, *, adopt: bool = True) -> None:
+        """Let other processes learn of a state, and adopt it, unless that follows."""
         self.ahead = True
-        self._adopt(state)
-        await self._write(state)
-
-    async def announce(self, state: FleetState) -> None:
-        """Write a state for other processes before this one adopts it; `change` follows."""
-        self.ahead = True
+        if adopt:
+            self._adopt(state)
         await self._write(state)
 
     def named(self, replica: Replica, version: str) -> None:
@@ -174,8 +168,7 @@ class Weights:
     async def greet(self, replica: Replica) -> None:
         """Ask a replica for its version, before it gets requests: it may have been restarted."""
         await self.refresh()
-        replica.weight_version = None
-        self._without_version.discard(replica)
+        replica.weight_version, replica.has_weight_routes = None, True
         await self._ask(replica)
         if problem := self.problem(replica):
             log.warning("%s gets no requests: %s", replica.name, problem)
@@ -260,8 +253,6 @@ class Weights:
             for replica in [*fleet.replicas, *fleet.leaving]:
                 replica.load.shift(seconds)
             fleet.queue.wake()
-        for replica in fleet.replicas:
-            replica.report_state()
 
     async def _write(self, state: FleetState) -> None:
         """Write a state to the store. Where that fails, it is written again with the next change or tick."""
@@ -295,8 +286,7 @@ class Weights:
                 await self._give_up_update()
         elif now - max(self._asked_at, self._moved_at) >= self._fleet.watch_interval_s:
             self._asked_at = now
-            ready = [each for each in self._fleet.replicas if each.ready]
-            asked = [replica for replica in ready if replica not in self._without_version]
+            asked = [each for each in self._fleet.replicas if each.ready and each.has_weight_routes]
             await asyncio.gather(*(self._ask(replica) for replica in asked))
             if self.state is state and state.paused:
                 await self._check_pause(asked)
@@ -326,11 +316,10 @@ class Weights:
             log.info("%s gets requests again: its weights are those of the fleet", replica.name)
             failures = {name: each for name, each in self.state.failures.items() if name != replica.name}
             await self.change(replace(self.state, failures=failures))
-        answer = await ask(replica.questions, replica, Request("GET", "/weight_info"), _ASK_S)
+        answer = await ask(replica, Request("GET", "/weight_info"), _ASK_S)
         if not answer.status or answer.status >= 500:
             return
-        if not answer.ok:
-            self._without_version.add(replica)
+        replica.has_weight_routes = answer.ok
         value = answer.value("weight_version") if answer.ok else None
         version = value if isinstance(value, str) else None
         if version == replica.weight_version:
@@ -345,11 +334,10 @@ class Weights:
                 paused = bool(self.state.paused)
                 tag.changing() if version is None else tag.named(version, paused=paused)
         replica.weight_version = version
-        replica.report_state()
 
     async def _is_paused(self, replica: Replica) -> bool | None:
         """Whether an engine is paused; None if it does not say."""
-        answer = await ask(replica.questions, replica, Request("GET", "/is_paused"), _ASK_S)
+        answer = await ask(replica, Request("GET", "/is_paused"), _ASK_S)
         return answer.value("is_paused") is True if answer.ok else None
 
     def _tags_of(self, replica: Replica) -> list[WeightTag]:

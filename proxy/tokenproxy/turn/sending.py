@@ -5,8 +5,7 @@ that, because the plan holds the conversation and the replica that has its ids c
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from time import time
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -20,7 +19,7 @@ from tokenproxy.engine.token_in import TokenRequest, rename_errors
 from tokenproxy.fleet.choosing import BYTES_PER_ID, Routing, body_digest
 from tokenproxy.fleet.model import FleetImages, FleetModel
 from tokenproxy.fleet.replica import Replica
-from tokenproxy.fleet.weight_tags import WeightTag
+from tokenproxy.fleet.weight_tags import WeightTag, unknown
 from tokenproxy.monitoring.exchange import running_exchange, span
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.monitoring.spans import Span, Value
@@ -29,7 +28,7 @@ from tokenproxy.record.completion import Completion
 from tokenproxy.record.given import plan_given, plan_prefix
 from tokenproxy.record.images import single_placeholders
 from tokenproxy.record.plan import PromptPlan, ServedModel
-from tokenproxy.record.turn import WeightSpan, request_time
+from tokenproxy.record.turn import WeightSpan
 from tokenproxy.record.vocabulary import Reason, Source
 from tokenproxy.turn.required_prefix import render_with_prefix
 from tokenproxy.turn.services import Services
@@ -88,10 +87,6 @@ class PlannedTurn:
             response = await replica.engine.send(call)
             if response.status == _BAD_REQUEST and route in _PROMPT_FIELDS:
                 response = await rename_errors(response, _PROMPT_FIELDS[route])
-        if response.status < 400:
-            for each in plan.prompts:  # the replica holds prompts that are in no recorded turn of it
-                if each.prompt and not each.placement.holder:
-                    services.fleet.prefix_caches.note(each.prompt, replica)
         return response
 
     async def _send_ids(self, replica: Replica, fields: Fields, headers: Headers) -> Response:
@@ -99,6 +94,8 @@ class PlannedTurn:
         capabilities, images, single = replica.require_capabilities(), self.plan.images, b""
         prompt, given = self.plan.prompt, self.request.required_prefix or self.request.given
         token_in = GenerateTokenIn() if images else capabilities.require_token_in()
+        if isinstance(token_in, GenerateTokenIn):
+            self.tag.progress = unknown  # its response arrives as a whole
         if images:
             placeholder = capabilities.require_images().placeholder
             single = await self.services.encoders.run(
@@ -130,32 +127,19 @@ class PlannedTurn:
     def routing(self) -> Routing:
         """The facts by which the fleet chooses a replica."""
         request, plan = self.request, self.plan
-        held = [self._held(prompt) for prompt in plan.prompts]
-        most = max(held, key=lambda prefix: prefix.reused)
-        return replace(
-            most,
+        ids = sum(prompt.reused + prompt.appended for prompt in plan.prompts)
+        if plan.source is Source.RENDERED:
+            ids = len(request.messages or request.retry.body) // BYTES_PER_ID
+        return Routing(
             conversation=_conversation(plan) if not plan.others else plan.rollout or "",
-            ids=sum(prefix.ids for prefix in held),
-            reused=sum(prefix.reused for prefix in held if prefix.holder == most.holder),
+            holder=next((each.placement.holder for each in plan.prompts if each.placement.holder), ""),
+            prompts=[each.prompt for each in plan.prompts if each.prompt and not each.placement.holder],
+            ids=ids,
             tenant=request.tenant,
             model=request.model or "",
             completion=True,
             digest=lambda: body_digest(request.retry.path, request.retry.body),
         )
-
-    def _held(self, plan: PromptPlan) -> Routing:
-        """The number of ids of one prompt, and the replica that holds a part of them."""
-        ids, turn = plan.reused + plan.appended, plan.placement.match.turn
-        if plan.source is Source.RENDERED:
-            text = self.request.messages or self.request.retry.body
-            ids = len(text) // BYTES_PER_ID // len(self.plan.prompts)
-        if turn is not None and turn.replica:
-            since = request_time(turn.id)
-            return Routing(holder=turn.replica, held_since=since, ids=ids, reused=plan.reused)
-        if not plan.prompt:
-            return Routing(held_since=time(), ids=ids)
-        holder, share = self.services.fleet.prefix_caches.holder_of_prompt(plan.prompt)
-        return Routing(holder=holder, held_since=time(), ids=ids, reused=int(ids * share))
 
 
 async def plan_turn(request: ChatRequest, services: Services, claims: Claims) -> PlannedTurn:

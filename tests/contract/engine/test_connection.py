@@ -134,7 +134,7 @@ async def test_a_stream_may_pause_for_as_long_as_it_is_allowed_and_longer_while_
             writer.write(b"data: 2\n\n")
 
     async with _engine(pause) as engine:
-        engine._suspended_seconds = now if held else (lambda: 0.0)
+        engine.suspended_seconds = now if held else (lambda: 0.0)
         response = await engine.send(Request("GET", "/"))
         chunks = response.chunks()
         for _ in range(2):
@@ -147,11 +147,30 @@ async def test_a_stream_may_pause_for_as_long_as_it_is_allowed_and_longer_while_
         await response.aclose()
 
 
+@stepped
+async def test_a_body_that_is_no_stream_may_take_the_time_of_its_bytes() -> None:
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 300000\r\n\r\n")
+        for size in (200_000, 10, 10):
+            writer.write(b"x" * size)
+            await elapse(10.0)
+
+    async with _engine(drip) as engine:
+        response = await engine.send(Request("GET", "/"))
+        received = 0
+        with pytest.raises(EngineTimeout):
+            async for chunk in response.chunks():
+                received += len(chunk)
+        assert received == 200_010, "15 s are allowed for so many bytes"
+        await response.aclose()
+
+
 async def test_the_second_address_is_tried_if_the_first_does_not_respond(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with _engine(_answering(_OK)) as engine:
-        port = engine._pool._port
+        port = engine.pool._port
         inet = (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "")
 
         async def resolve(host: str, port: int, **options: Any) -> list[Any]:

@@ -12,7 +12,7 @@ from tokenproxy.base.errors import ApiError, EngineBroken, EngineUnavailable, Un
 from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response
 from tokenproxy.engine.discovery import Model
 from tokenproxy.engine.protocol import Engine
-from tokenproxy.fleet.choosing import Candidate, Routing
+from tokenproxy.fleet.choosing import Routing
 from tokenproxy.fleet.fleet import Fleet
 from tokenproxy.fleet.replica import Replica
 from tokenproxy.fleet.tokenizers import Tokenizers
@@ -92,8 +92,6 @@ class MemoryEngine:
         self.hangs: set[str] = set()
         """Routes that never answer."""
         self.takes_ids = True
-        self.hangs_probes = False
-        """Whether requests for one token are never answered."""
         self.grows = False
         """Whether its metrics show that it samples tokens."""
         self.requires: tuple[bytes, bytes] | None = None
@@ -108,11 +106,6 @@ class MemoryEngine:
         self.started = 0
         """Number of completions that clients asked for."""
 
-    @property
-    def probes(self) -> int:
-        """Number of requests for one token."""
-        return sum(_is_probe(request) for request in self.asked)
-
     async def send(self, request: Request) -> Response:
         """See `Engine.send`."""
         self.asked.append(request)
@@ -122,7 +115,7 @@ class MemoryEngine:
         path = request.path.partition("?")[0]
         client = path == CHAT and not _is_probe(request)
         self.started += client
-        if path in self.hangs or (self.hangs_probes and _is_probe(request)):
+        if path in self.hangs:
             await asyncio.Event().wait()
         if client:
             return await (self.replies.pop(0) if self.replies else self.usual)()
@@ -164,9 +157,9 @@ class _NoTokenizers(Tokenizers):
         raise Unsupported("no tokenizer here")
 
 
-def in_order(candidates: Sequence[Candidate], holder: str) -> Candidate:
+def in_order(replicas: Sequence[Replica], holder: str) -> Replica:
     """The choice of these tests: the first replica of the fleet."""
-    return candidates[0]
+    return replicas[0]
 
 
 def replica_of(

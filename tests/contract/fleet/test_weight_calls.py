@@ -17,7 +17,6 @@ from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy, wait_until
 from tokenproxy.base.http import BytesResponse, Request
 from tokenproxy.fleet.admin_calls import ADMIN_CALLS
-from tokenproxy.fleet.admin_requests import cleared_by
 from tokenproxy.fleet.fleet import Fleet
 from tokenproxy.fleet.shared import Failure, FleetState, SharedError, read_state, write_state
 from tokenproxy.fleet.weight_calls import WeightCalls
@@ -71,13 +70,6 @@ def test_a_rendezvous_gets_all_replicas_at_once_and_each_its_ranks(start: Start)
         assert [engine.version for engine in replicas] == ["7"] * 4
         assert client.get("/weight_info").json() == {"weight_version": "7"}
         assert all(len(engine.seen("/update_weights")) == 1 for engine in replicas)
-        client.post("/start_weight_update")
-        entries = [{"n": number} for number in range(8)]
-        assert client.post("/update_weights", json={"update_info": entries}).is_success
-        parts = [entries[:2], entries[2:3], entries[3:7], entries[7:]]
-        assert [engine.update_info for engine in replicas] == parts
-        refused = client.post("/update_weights", json={"update_info": entries[:1]})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "update_info")
 
 
 def test_a_call_that_cannot_be_right_reaches_nobody(start: Start) -> None:
@@ -85,7 +77,6 @@ def test_a_call_that_cannot_be_right_reaches_nobody(start: Start) -> None:
     wrong: list[tuple[str, Any, str]] = [
         ("/init_weight_transfer_engine", {"init_info": {"rank_offset": "x"}}, "init_info.rank_offset"),
         ("/finish_weight_update", {"weight_version": 7}, "weight_version"),
-        ("/update_weights", [1], "body"),
     ]
     with run_proxy(replicas) as client:
         for path, body, param in wrong:
@@ -280,7 +271,6 @@ async def test_a_pause_of_the_fleet_excuses_its_silence() -> None:
         request = asyncio.create_task(ask(fleet))
         await settled()
         await fleet.weights.change(FleetState(paused="keep"))
-        first.hangs_probes = True
         await elapse(100.0)
         await fleet.weights.change(FleetState())
         release.set()
@@ -347,14 +337,6 @@ def test_the_version_as_cache_salt(start: Start) -> None:
             assert engine.last(_CHAT).json["cache_salt"] == salt
         client.post("/v1/completions", json={"prompt": [1, 74], "n": 2})
         assert engine.last("/v1/completions").json.items() >= {"n": 2, "cache_salt": "7"}.items()
-
-
-def test_a_call_that_clears_the_prefix_cache_is_known() -> None:
-    clear = ["/reset_prefix_cache", "/pause?mode=abort", "/pause?mode=keep&clear_cache=true", "/sleep"]
-    keep = ["/pause?mode=keep", "/pause?mode=abort&clear_cache=false", "/sleep?level=0", "/reset_mm_cache"]
-    for call in clear + keep:
-        [rule] = [each for each in ADMIN_CALLS if each.path == call.partition("?")[0]]
-        assert cleared_by(rule, Request("POST", call)) is (call in clear), call
 
 
 async def test_the_state_in_a_store() -> None:
