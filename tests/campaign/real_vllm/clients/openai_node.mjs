@@ -34,7 +34,7 @@ async function streamed(params) {
   return { message, finish_reason };
 }
 
-const common = { model: "smollm2", temperature: 1.2, max_tokens: 64, tools: JSON.parse(tools) };
+const common = { model: "smollm2", temperature: 1.2, tools: JSON.parse(tools) };
 const messages = [];
 const reasons = [];
 for (const [text, choice] of [
@@ -44,7 +44,8 @@ for (const [text, choice] of [
   ["Thank you!", "none"],
 ]) {
   messages.push({ role: "user", content: text });
-  const params = { ...common, messages, tool_choice: choice };
+  // room for a call whose arguments hold much white space
+  const params = { ...common, messages, tool_choice: choice, max_tokens: choice === "required" ? 256 : 64 };
   const { message, finish_reason } = stream
     ? await streamed(params)
     : (await client.chat.completions.create(params)).choices[0];
