@@ -98,6 +98,28 @@ def json_response(value: object, status: int = 200, headers: Headers = JSON_HEAD
     return BytesResponse(status, headers, msgspec.json.encode(value))
 
 
+class StreamResponse:
+    """A response whose chunks are derived one by one from those of another response."""
+
+    def __init__(self, status: int, headers: Headers, chunks: AsyncIterator[bytes], source: Response) -> None:
+        self.status = status
+        self.headers = headers
+        self._chunks = chunks
+        self._source = source
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """The chunks, in order."""
+        return self._chunks
+
+    async def read(self) -> bytes:
+        """All chunks."""
+        return b"".join([chunk async for chunk in self._chunks])
+
+    async def aclose(self) -> None:
+        """Close the response that this one is derived from."""
+        await self._source.aclose()
+
+
 class KeptAlive:
     """A stream of events into which an event is put whenever it was silent for a while."""
 

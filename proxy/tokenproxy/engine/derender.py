@@ -1,28 +1,29 @@
-"""Convert a response of vLLM's generate route into a chat completion, as vLLM's chat route returns it.
+"""Convert responses of vLLM's generate route into chat completions, as vLLM's chat route returns them.
 
 `/derender` parses the message: text, tool calls, reasoning. Everything else is copied from the generate
 response, because derender drops or changes it: ids, log-probabilities, usage, finish reasons.
 
-Differences from the chat route: a stream has one chunk for each message, when all are complete; there is no
-`system_fingerprint`; `usage` counts neither reasoning tokens nor tokens written to the cache; special tokens
-inside a text are shown if a parser is configured; hidden reasoning (`include_reasoning: false`) does not hide
-its ids.
+Differences from the chat route: there is no `system_fingerprint`; `usage` counts neither reasoning tokens
+nor tokens written to the cache; special tokens inside a text are shown if a parser is configured; members
+of a delta are never null; hidden reasoning (`include_reasoning: false`) does not hide its ids.
 
 A log-probability names its token by its text, or as `token_id:N` if the client requests that
 (`return_tokens_as_token_ids`), or if the generate route does not support `output_mode`.
 """
 
+from collections import Counter
+from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
 import msgspec
 
 from chat_tokenizer import ids
 from tokenproxy.base.errors import BadRequest, EngineBroken
-from tokenproxy.base.fields import NULL, flag, join, parse, raw, raw_value, read, stream_options
-from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request
-from tokenproxy.base.types import Fields
-from tokenproxy.engine.protocol import Engine, fetch
-from tokenproxy.engine.sse import data_event
+from tokenproxy.base.fields import NULL, join, parse, raw, raw_value, read
+from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response
+from tokenproxy.base.types import Fields, Headers
+from tokenproxy.engine.protocol import Engine
+from tokenproxy.engine.sse import events
 from tokenproxy.engine.token_in import TokenRequest, error_headers
 
 T = TypeVar("T")
@@ -31,9 +32,10 @@ GENERATE_PATH = "/inference/v1/generate"
 DERENDER_PATH = "/v1/chat/completions/derender"
 _NULL = msgspec.Raw(NULL)
 _STOP = b'"stop"'
+_COMMON_FIELDS = ("id", "object", "created", "model")
+"""Fields that are equal in all chunks of a stream."""
 _PLACEHOLDER_IDS = [0]
 """Sent for a choice with no text: derender rejects an empty list. The parsed result is discarded."""
-_EVENT_STREAM = (b"content-type", b"text/event-stream; charset=utf-8")
 
 
 class _Logprob(msgspec.Struct):
@@ -57,25 +59,45 @@ class Derender:
         """`chat` is the client's request, for parsers; `sampling`, the parameters that render resolved."""
         fields = request.fields
         self._engine = engine
-        self._request = request
-        self._chat = chat
-        self._stream = flag(fields, "stream")
-        self._with_ids = flag(fields, "return_token_ids")
-        self._with_stop = flag(fields, "include_stop_str_in_output")
+        self._headers = uncompressed_headers(request.headers)
+        self._prompt = msgspec.Raw(request.prompt_ids)
+        self._prompt_tokens = ids.check(request.prompt_ids)
+        self._has_images = bool(request.images)
+        self._chat = msgspec.Raw(join(chat))
+        self._model = fields.get("model", _NULL)
+        self._choices = max(1, read(fields, "n", int) or 1)
+        self._with_ids = read(fields, "return_token_ids", bool) or False
+        self._with_stop = read(fields, "include_stop_str_in_output", bool) or False
         self._with_special = raw_value(sampling, "skip_special_tokens") == b"false"
         self._top_logprobs = read(fields, "top_logprobs", int) or 0
-        self._tool_choice = raw_value(fields, "tool_choice") or b'"auto"'
+        self._tool_choice = raw_value(fields, "tool_choice")
+        self._single_tool_call = raw_value(fields, "parallel_tool_calls") == b"false"
+        options = read(fields, "stream_options", Fields) or {}
+        self._running_usage = all(
+            read(options, name, bool) for name in ("include_usage", "continuous_usage_stats")
+        )
+        self._common: Fields = {}
+        self._null_prompt_text: Fields = {}
+        self._parser_states: dict[int, msgspec.Raw] = {}
+        self._sampled: Counter[int] = Counter()
 
-    async def response(self, generate: BytesResponse) -> BytesResponse:
-        """The chat completion, or its stream of chunks; derender's own response if that is an error.
+    async def whole(self, body: bytes, headers: Headers) -> Response:
+        """Convert a generate response that is not a stream into a chat completion.
 
         Raises:
             EngineBroken: a response of generate or derender is malformed.
         """
-        generated = parse_response(generate.body, GENERATE_PATH)
+        generated = parse_response(body, GENERATE_PATH)
         sampled = _choices(generated, GENERATE_PATH)
         text_ids = [self._text_ids(choice) for choice in sampled]
-        status, completion = await self._derender(generated, sampled, text_ids)
+        inputs = [
+            _derender_input(choice, tokens or _PLACEHOLDER_IDS)
+            for choice, tokens in zip(sampled, text_ids, strict=True)
+        ]
+        response = {**generated, "choices": raw(inputs)}
+        for name in ("output_mode", "prompt_token_ids", "mm_placeholders"):
+            response.pop(name, None)
+        status, completion = await self._derender({"generate_response": msgspec.Raw(join(response))})
         if status != 200:
             return BytesResponse(status, list(JSON_HEADERS), join(completion))
         completion["id"] = _chat_id(completion)
@@ -87,61 +109,108 @@ class Derender:
             raise EngineBroken(f"{DERENDER_PATH} returned {len(choices)} choices for {len(sampled)}")
         for choice, source, tokens in zip(choices, sampled, text_ids, strict=True):
             self._rewrite_choice(choice, source, has_text=bool(tokens))
-        completion["prompt_token_ids"] = self._echo(generated)
-        if self._stream:
-            return BytesResponse(200, [_EVENT_STREAM], self._events(completion, choices))
         completion["choices"] = raw(choices)
-        return BytesResponse(200, error_headers(generate.headers), join(completion))
+        completion["prompt_token_ids"] = self._echo(generated)
+        return BytesResponse(200, error_headers(headers), join(completion))
 
-    async def _derender(
-        self, generated: Fields, sampled: list[Fields], text_ids: list[list[int]]
-    ) -> tuple[int, Fields]:
-        """Let derender parse the messages; returns its status and the response's fields."""
-        kept = ("index", "finish_reason", "stop_reason")
-        inputs = [
-            {**{name: choice[name] for name in kept if name in choice}, "token_ids": raw(tokens)}
-            for choice, tokens in zip(sampled, [each or _PLACEHOLDER_IDS for each in text_ids], strict=True)
-        ]
-        dropped = ("output_mode", "prompt_token_ids", "mm_placeholders")
-        response = {name: value for name, value in generated.items() if name not in dropped}
-        prompt = self._request.prompt_ids
-        fields = {
-            "generate_response": msgspec.Raw(join({**response, "choices": raw(inputs)})),
-            "model": self._request.fields.get("model", _NULL),
-            "prompt_tokens": raw(ids.check(prompt)),
-            "prompt_token_ids": msgspec.Raw(prompt),
-            "chat_request": msgspec.Raw(join(self._chat)),
-        }
-        call = Request("POST", DERENDER_PATH, self._request.headers, join(fields), repeatable=True)
-        status, body = await fetch(self._engine, call)
-        return status, parse_response(body, DERENDER_PATH)
+    async def stream(self, response: Response) -> AsyncIterator[bytes]:
+        """Convert a stream of the generate route into the stream of a chat completion.
 
-    def _events(self, completion: Fields, choices: list[Fields]) -> bytes:
-        """The stream of a completion: for each choice the role, then the message; at the end the usage."""
-        prompt = completion["prompt_token_ids"]
-        common: Fields = {"object": raw("chat.completion.chunk")}
-        common |= {name: completion[name] for name in ("id", "created", "model") if name in completion}
-        chunks: list[Fields] = []
-        for choice in choices:
-            start = {"role": "assistant", "content": ""}
-            head = {"index": choice["index"], "delta": start, "logprobs": None, "finish_reason": None}
-            chunks.append({**common, "choices": raw([head]), "prompt_token_ids": prompt})
-        for choice in choices:
-            delta = _without_nulls(msgspec.json.decode(choice.pop("message")))
-            del delta["role"]
-            for index, call in enumerate(delta.get("tool_calls", ())):
-                call["index"] = index
-            chunks.append({**common, "choices": raw([{**choice, "delta": delta}])})
-        if flag(stream_options(self._request.fields), "include_usage"):
-            chunks.append({**common, "choices": raw([]), "usage": completion.get("usage", _NULL)})
-        return b"".join(map(data_event, [*map(join, chunks), b"[DONE]"]))
+        Raises:
+            EngineBroken: a response of generate or derender is malformed.
+        """
+        async for data in events(response.chunks()):
+            if data == b"[DONE]":
+                yield b"data: [DONE]\n\n"
+                continue
+            event = parse_response(data, GENERATE_PATH)
+            if "error" in event:
+                yield b"data: " + data + b"\n\n"
+                continue
+            for choice in _choices(event, GENERATE_PATH):
+                for chunk in await self._chunks(event, choice):
+                    yield b"data: " + join(chunk) + b"\n\n"
+            if raw_value(event, "choices") == b"[]" and raw_value(event, "usage") is not None:
+                if not self._common:
+                    await self._derender_choice(event, None)
+                usage = _without_nulls(read_response_field(event, "usage", dict[str, Any], GENERATE_PATH))
+                yield b"data: " + join({**self._common, "choices": raw([]), "usage": raw(usage)}) + b"\n\n"
+
+    async def _chunks(self, event: Fields, source: Fields) -> list[Fields]:
+        """Convert one choice of one event. The first event also gives every choice a chunk with the role."""
+        is_first_event, index = not self._common, _index(source)
+        parsed = await self._derender_choice(event, source)
+        chunks = (
+            [self._role_chunk(event, number) for number in range(self._choices)] if is_first_event else []
+        )
+        delta = _without_nulls(read_response_field(parsed, "delta", dict[str, Any], DERENDER_PATH) or {})
+        delta.pop("role", None)
+        choice: Fields = {"index": raw(index), "delta": raw(delta)}
+        reason = source.get("finish_reason", _NULL)
+        # derender returns "tool_calls" even for a call that max_tokens cut short; the chat route, "length"
+        choice["finish_reason"] = parsed.get("finish_reason", _NULL) if bytes(reason) == _STOP else reason
+        if bytes(reason) != NULL:
+            choice["stop_reason"] = source.get("stop_reason", _NULL)
+        self._copy_token_fields(choice, source)
+        if delta or bytes(reason) != NULL or self._with_ids or raw_value(choice, "logprobs") is not None:
+            chunks.append(self._chunk(event, choice, self._sampled[index]))
+        return chunks
+
+    def _role_chunk(self, event: Fields, index: int) -> Fields:
+        """The first chunk of a choice, as the chat route sends it: the role, and the prompt's ids."""
+        delta = raw({"role": "assistant", "content": ""})
+        choice: Fields = {"index": raw(index), "delta": delta, "logprobs": _NULL, "finish_reason": _NULL}
+        chunk = self._chunk(event, choice, None)
+        return {**chunk, "prompt_token_ids": self._echo(event), **self._null_prompt_text}
 
     def _echo(self, generated: Fields) -> msgspec.Raw:
         """The prompt for the client: as the engine returns it if it expanded images in it."""
         if not self._with_ids:
             return _NULL
-        prompt = msgspec.Raw(self._request.prompt_ids)
-        return generated.get("prompt_token_ids", prompt) if self._request.images else prompt
+        return generated.get("prompt_token_ids", self._prompt) if self._has_images else self._prompt
+
+    def _chunk(self, event: Fields, choice: Fields, sampled: int | None) -> Fields:
+        """A chunk with one choice. `sampled` counts its tokens so far, for `usage`; None before the first."""
+        chunk = {**self._common, "choices": raw([choice])}
+        if self._running_usage:
+            reported = read_response_field(event, "usage", dict[str, Any], GENERATE_PATH) or {}
+            prompt = reported.get("prompt_tokens", self._prompt_tokens)
+            completion = 0 if sampled is None else reported.get("completion_tokens", sampled)
+            usage = {"prompt_tokens": prompt, "completion_tokens": completion}
+            usage |= {"total_tokens": prompt + completion, "completion_tokens_details": None}
+            chunk["usage"] = raw(usage)
+        return chunk
+
+    async def _derender_choice(self, event: Fields, source: Fields | None) -> Fields:
+        """Let derender parse one choice of an event; without a choice, it returns only the common fields."""
+        index = 0 if source is None else _index(source)
+        inputs = [] if source is None else [_derender_input(source, self._text_ids(source))]
+        event_of_choice = {"request_id": event.get("request_id", raw("")), "choices": raw(inputs)}
+        fields: Fields = {"stream": raw(True), "generate_chunk": msgspec.Raw(join(event_of_choice))}
+        # derender keeps no state: it returns the parser's state, and gets it back with the next chunk
+        if index in self._parser_states:
+            fields["stream_state"] = self._parser_states[index]
+        status, derendered = await self._derender(fields)
+        if status != 200:
+            error = join(derendered).decode("utf-8", "replace")[:300]
+            raise EngineBroken(f"{DERENDER_PATH} returned status {status}: {error}")
+        if "chunk" not in derendered or "stream_state" not in derendered:
+            raise EngineBroken(f"{DERENDER_PATH} returned no `chunk` or no `stream_state`")
+        chunk = parse_response(bytes(derendered["chunk"]), DERENDER_PATH)
+        if not self._common:
+            self._common = {
+                **{name: chunk[name] for name in _COMMON_FIELDS if name in chunk},
+                "id": _chat_id(chunk),
+            }
+            self._null_prompt_text = {name: _NULL for name in ("prompt_text",) if name in chunk}
+        parsed = _choices(chunk, DERENDER_PATH)
+        if len(parsed) != len(inputs):
+            raise EngineBroken(f"{DERENDER_PATH} returned {len(parsed)} choices for {len(inputs)}")
+        if source is None:
+            return {}
+        self._parser_states[index] = derendered["stream_state"]
+        self._sampled[index] += len(_tokens(source))
+        return parsed[0]
 
     def _text_ids(self, choice: Fields) -> list[int]:
         """The ids to decode the message's text from: without the stop token, unless the client requests it.
@@ -149,7 +218,7 @@ class Derender:
         `[74, 75, 2]` with `finish_reason: "stop"` gives `[74, 75]`. Stop strings are refused here, so "stop"
         always means that the last id is the stop token.
         """
-        tokens = read_response_field(choice, "token_ids", list[int], GENERATE_PATH) or []
+        tokens = _tokens(choice)
         # no stop_reason: the stop token is the model's end of turn, which is a special token
         shown = self._with_stop and (self._with_special or raw_value(choice, "stop_reason") is not None)
         return tokens[:-1] if raw_value(choice, "finish_reason") == _STOP and not shown else tokens
@@ -160,22 +229,44 @@ class Derender:
         calls = read_response_field(message, "tool_calls", list[msgspec.Raw], DERENDER_PATH) or []
         if not has_text:
             calls = []
-            message = {name: _NULL for name in message if name != "tool_calls"} | {"content": raw("")}
-        elif calls and raw_value(self._request.fields, "parallel_tool_calls") == b"false":
+            message = {name: _NULL for name in message if name != "tool_calls"}
+            message |= {"role": raw("assistant"), "content": raw("")}
+        elif calls and self._single_tool_call:
             message["tool_calls"] = raw(calls[:1])
-        reason, required = source.get("finish_reason", _NULL), self._tool_choice == b'"required"'
-        ends_with_calls = required or (bool(calls) and self._tool_choice == b'"auto"')
-        if required or self._stream:  # the chat route's rule: such calls that were cut short keep "length"
-            ends_with_calls = ends_with_calls and bytes(reason) == _STOP
-        choice["message"] = msgspec.Raw(join(message | {"role": raw("assistant")}))
+        reason = source.get("finish_reason", _NULL)
+        # the chat route's rule: required calls that were cut short keep "length", automatic ones do not
+        if self._tool_choice == b'"required"':
+            ends_with_calls = bytes(reason) == _STOP
+        else:
+            ends_with_calls = bool(calls) and self._tool_choice in (None, b'"auto"')
+        choice["message"] = msgspec.Raw(join(message))
         choice["finish_reason"] = raw("tool_calls") if ends_with_calls else reason
         choice["stop_reason"] = source.get("stop_reason", _NULL)
+        self._copy_token_fields(choice, source)
+
+    def _copy_token_fields(self, choice: Fields, source: Fields) -> None:
+        """Copy ids, log-probabilities and what else belongs to each id from the generate response."""
         choice["token_ids"] = source.get("token_ids", _NULL) if self._with_ids else _NULL
         logprobs = read_response_field(source, "logprobs", _Logprobs, GENERATE_PATH)
         choice["logprobs"] = _NULL if logprobs is None else raw(_chat_logprobs(logprobs, self._top_logprobs))
         for name in ("weight_versions", "routed_experts", "sampling_mask"):
             if raw_value(source, name) is not None:
                 choice[name] = source[name]
+
+    async def _derender(self, fields: Fields) -> tuple[int, Fields]:
+        """Send a derender request; returns its status and the response's fields."""
+        fields = {
+            **fields,
+            "model": self._model,
+            "prompt_tokens": raw(self._prompt_tokens),
+            "prompt_token_ids": self._prompt,
+            "chat_request": self._chat,
+        }
+        response = await self._engine.send(Request("POST", DERENDER_PATH, self._headers, join(fields), True))
+        try:
+            return response.status, parse_response(await response.read(), DERENDER_PATH)
+        finally:
+            await response.aclose()
 
 
 def parse_response(body: bytes, path: str) -> Fields:
@@ -202,8 +293,29 @@ def read_response_field(fields: Fields, name: str, kind: type[T], path: str) -> 
         raise EngineBroken(f"{path} returned an invalid `{name}`: {error}") from error
 
 
+def uncompressed_headers(headers: Headers) -> Headers:
+    """The client's headers without `accept-encoding`: a response that is parsed must not be compressed."""
+    return [pair for pair in headers if pair[0] != b"accept-encoding"]
+
+
 def _choices(fields: Fields, path: str) -> list[Fields]:
     return read_response_field(fields, "choices", list[Fields], path) or []
+
+
+def _index(choice: Fields) -> int:
+    return read_response_field(choice, "index", int, GENERATE_PATH) or 0
+
+
+def _tokens(choice: Fields) -> list[int]:
+    return read_response_field(choice, "token_ids", list[int], GENERATE_PATH) or []
+
+
+def _derender_input(choice: Fields, tokens: list[int]) -> Fields:
+    """A choice of a generate response, reduced to the fields that derender reads."""
+    kept: Fields = {
+        name: choice[name] for name in ("index", "finish_reason", "stop_reason") if name in choice
+    }
+    return {**kept, "token_ids": raw(tokens)}
 
 
 def _chat_id(fields: Fields) -> msgspec.Raw:

@@ -3,8 +3,8 @@
 vLLM's scale-out routes (`--enable-scale-out`) expose the steps of a chat completion: `/render` resolves
 sampling parameters and grammar, `/inference/v1/generate` samples after a prompt of ids, `/derender` parses
 tool calls and reasoning. The proxy puts the exact ids into the generate request. This costs two more round
-trips than the chat route, and a stream begins when the completion is there, so it is used only if the chat
-route does not accept ids.
+trips than the chat route, and one for every chunk of a stream, so it is used only if the chat route does not
+accept ids.
 
 Responses are converted to those of the chat route (see `tokenproxy.engine.derender`). Requests that these
 routes cannot serve exactly are refused.
@@ -17,7 +17,7 @@ import msgspec
 
 from tokenproxy.base.errors import BadRequest
 from tokenproxy.base.fields import NULL, join, raw, raw_value, read
-from tokenproxy.base.http import BytesResponse, Request, Response
+from tokenproxy.base.http import BytesResponse, Request, Response, StreamResponse
 from tokenproxy.base.types import Fields
 from tokenproxy.engine.derender import (
     DERENDER_PATH,
@@ -25,6 +25,7 @@ from tokenproxy.engine.derender import (
     Derender,
     parse_response,
     read_response_field,
+    uncompressed_headers,
 )
 from tokenproxy.engine.protocol import Engine
 from tokenproxy.engine.token_in import TokenRequest, rename_errors
@@ -60,30 +61,45 @@ class GenerateTokenIn:
         unsupported = _unsupported_field(request.fields)
         if unsupported is not None:
             raise BadRequest(_UNSUPPORTED[unsupported], param=unsupported)
-        streamed = ("stream", "stream_options")
-        chat = {name: value for name, value in request.fields.items() if name not in streamed}
+        chat = dict(request.fields)
         if request.images:
-            chat["messages"] = _PLACEHOLDER_MESSAGES  # derender needs no images
+            chat["messages"] = _PLACEHOLDER_MESSAGES  # derender reads them for each chunk: no images there
         chat.setdefault("messages", _PLACEHOLDER_MESSAGES)
-        response = await _post(engine, RENDER_PATH, {**chat, "messages": _PLACEHOLDER_MESSAGES}, request)
-        if response.status >= 400:
-            return response
-        rendered = parse_response(response.body, RENDER_PATH)
+        stream = read(request.fields, "stream", bool)
+        rendered = await self._render(engine, chat, request)
+        if isinstance(rendered, BytesResponse):
+            return rendered
         sampling = read_response_field(rendered, "sampling_params", Fields, RENDER_PATH) or {}
-        response = await _post(engine, GENERATE_PATH, _generate_fields(rendered, sampling, request), request)
+        derender = Derender(engine, request, chat, sampling)
+        body = join(_generate_fields(rendered, sampling, request))
+        response = await engine.send(
+            Request("POST", GENERATE_PATH, uncompressed_headers(request.headers), body, True)
+        )
         if response.status >= 400:
-            return response
-        return await Derender(engine, request, chat, sampling).response(response)
+            return await rename_errors(response, request.field)
+        if stream:
+            headers = [pair for pair in response.headers if pair[0] != b"content-length"]
+            return StreamResponse(200, headers, derender.stream(response), response)
+        try:
+            content = await response.read()
+        finally:
+            await response.aclose()
+        return await derender.whole(content, response.headers)
 
-
-async def _post(engine: Engine, path: str, fields: Fields, request: TokenRequest) -> BytesResponse:
-    """The whole response of a route. An error names the client's field."""
-    call = Request("POST", path, request.headers, join(fields), repeatable=True)
-    response = await rename_errors(await engine.send(call), request.field)
-    try:
-        return BytesResponse(response.status, response.headers, await response.read())
-    finally:
-        await response.aclose()
+    async def _render(self, engine: Engine, chat: Fields, request: TokenRequest) -> Fields | BytesResponse:
+        """Send the render request; returns the fields of its response, or the error response."""
+        body = join({**chat, "messages": _PLACEHOLDER_MESSAGES})
+        response = await engine.send(
+            Request("POST", RENDER_PATH, uncompressed_headers(request.headers), body, True)
+        )
+        response = await rename_errors(response, request.field)
+        try:
+            content = await response.read()
+        finally:
+            await response.aclose()
+        if response.status >= 400:
+            return BytesResponse(response.status, response.headers, content)
+        return parse_response(content, RENDER_PATH)
 
 
 def _generate_fields(rendered: Fields, sampling: Fields, request: TokenRequest) -> Fields:

@@ -76,5 +76,13 @@ def split_events(block: bytes) -> list[bytes]:
     return found
 
 
+async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    r"""Yield the data of each event that has some: `: comment\n\ndata: a\ndata: b\n\n` gives only `a\nb`."""
+    async for block in whole_events(chunks):
+        for event in split_events(block):
+            if (data := event_data(event)) is not None:
+                yield data
+
+
 def _lines(block: bytes) -> list[bytes]:
     return block.replace(b"\r\n", b"\n").split(b"\n")

@@ -71,20 +71,25 @@ def test_completion_has_the_fields_of_the_chat_route(client: httpx.Client) -> No
         assert choice["weight_versions"] == [{"version": "7", "start": 0, "end": 3}]
 
 
-def test_stream_has_a_chunk_for_each_message(client: httpx.Client) -> None:
-    response = _post(client, n=2, stream=True, stream_options={"include_usage": True})
+def test_stream_has_the_chunks_of_the_chat_route(client: httpx.Client) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    response = _post(client, n=2, stream=True, stream_options=options)
     *chunks, usage = data_of(response.content)
     same = {name: chunks[0][name] for name in ("id", "object", "created", "model")}
     assert usage == {**same, "choices": [], "usage": _USAGE}
-    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [_PROMPT] * 2 + [None] * 2
-    assert same["object"] == "chat.completion.chunk"
-    assert same["id"].startswith("chatcmpl-")
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [_PROMPT] * 2 + [None] * 6
+    assert all(chunk["id"].startswith("chatcmpl-") for chunk in chunks)
+    assert len({chunk["created"] for chunk in chunks}) == 1
     for index in range(2):
-        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
-        assert own[0] == {"index": index, "delta": _ROLE, "logprobs": None, "finish_reason": None}
-        expected = {"delta": {"content": "hi"}, "token_ids": [*HI, END], "finish_reason": "stop"}
-        assert own[1].items() >= expected.items()
-        assert own[1]["weight_versions"] == [{"version": "7", "start": 0, "end": 3}]
+        own = [chunk for chunk in chunks if chunk["choices"][0]["index"] == index]
+        counts = [{"prompt_tokens": 3, "completion_tokens": n, "total_tokens": 3 + n} for n in range(4)]
+        assert [{name: chunk["usage"][name] for name in counts[0]} for chunk in own] == counts
+        head, *mine = [choice for chunk in own for choice in chunk["choices"]]
+        assert head == {"index": index, "delta": _ROLE, "logprobs": None, "finish_reason": None}
+        assert [token for choice in mine for token in choice["token_ids"]] == [*HI, END]
+        assert [choice["delta"] for choice in mine] == [{"content": "h"}, {"content": "i"}, {}]
+        assert [choice["finish_reason"] for choice in mine] == [None, None, "stop"]
+        assert mine[-1]["weight_versions"] == [{"version": "7", "start": 0, "end": 3}]
 
 
 @pytest.mark.parametrize("requested, limit", [({"max_tokens": 16}, 16), ({"max_tokens": 17}, 17), ({}, None)])
@@ -157,10 +162,17 @@ def test_errors_of_each_step(fake: FakeVllm, client: httpx.Client, path: str) ->
     """A malformed response is a 502: the client's request is valid."""
     body = b'{"error": {"message": "no", "type": "BadRequestError", "param": "n", "code": 400}}'
     fake.canned[path] = Canned(body, 400, {"content-type": "application/json"})
-    for stream in (False, True):
-        refused = _post(client, stream=stream)
-        assert refused.status_code == 400
-        assert (refused.json()["error"]["message"], refused.json()["error"]["param"]) == ("no", "n")
+    refused = _post(client)
+    assert refused.status_code == 400
+    assert (refused.json()["error"]["message"], refused.json()["error"]["param"]) == ("no", "n")
     fake.canned[path] = Canned(b"<html>" if path == _RENDER else b'{"choices": 5}')
     malformed = _post(client)
     assert (malformed.status_code, malformed.json()["error"]["type"]) == (502, "BadGatewayError")
+
+
+def test_derender_failure_ends_the_stream_with_an_error(fake: FakeVllm, client: httpx.Client) -> None:
+    fake.canned[_DERENDER] = Canned(b'{"error": {"message": "no"}}', 400)
+    response = _post(client, stream=True)
+    error = list(data_of(response.content))[-1]["error"]
+    assert (error["type"], error["code"]) == ("BadGatewayError", 502)
+    assert b"[DONE]" not in response.content
