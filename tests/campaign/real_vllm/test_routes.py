@@ -13,7 +13,7 @@ from tests.campaign.real_vllm.conftest import wait_ready
 from tests.support.recorded import record_of
 from tests.support.talk import CHAT, user
 from tests.support.utils import run_app
-from tokenproxy.engine.protocol import Engine
+from tokenproxy.engine.generate import GenerateTokenIn
 from tokenproxy.settings import Settings
 from tokenproxy.web.keys import KeyScope, scope_of_engine_route
 
@@ -35,12 +35,9 @@ UNUSUAL: dict[str, dict[str, Any]] = {
 def by_generate(servers: Mapping[str, Server]) -> Iterator[httpx.Client]:
     """A proxy that finds no ids in vLLM's chat route, and so sends them by its generate route."""
 
-    async def takes_none(engine: Engine) -> bool:
-        return False
-
     settings = Settings(upstreams=[servers["in front"].engine.url], store="memory:")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tokenproxy.engine.discovery._takes_ids_in_chat", takes_none)
+        patch.setattr("tokenproxy.engine.discovery.ChatTokenIn", GenerateTokenIn)
         with run_app(settings) as client, httpx.Client(base_url=client.base_url, timeout=280) as http:
             wait_ready(str(http.base_url))
             yield http
