@@ -195,10 +195,12 @@ def create_app(
 
     async def send(request: Request) -> Response:
         # it needs no weights, so that a paused fleet does not hold it up
-        fleet = services_of({}).fleet
-        return await fleet.send(lambda replica: replica.engine.send(request), Routing(samples=False))
+        return await services_of({}).fleet.send_to_any(request, Routing(samples=False))
 
-    credentials = EngineCredentials(send)
+    async def lend(credential: tuple[bytes, bytes]) -> None:
+        await services_of({}).fleet.lend_credential(credential)
+
+    credentials = EngineCredentials(send, lend=lend)
     endpoints = mount(app, services_of, _tenant_of(settings, credentials), observer, inside_vllm=False)
     app.add_middleware(DirectRoutes, endpoints=endpoints)  # the innermost: it gets requests that were checked
     _guard(app, settings, key_file)

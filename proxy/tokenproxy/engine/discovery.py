@@ -32,20 +32,6 @@ NO_TOKEN_IN = (
 )
 
 
-class _Listed(msgspec.Struct):
-    id: str
-    root: str | None = None
-    parent: str | None = None
-    max_model_len: int | None = None
-
-
-class _Models(msgspec.Struct):
-    data: list[_Listed]
-
-
-_decode_models = msgspec.json.Decoder(_Models).decode
-
-
 class CredentialRequired(EngineUnavailable):
     """The engine refuses discovery requests without an accepted API key."""
 
@@ -139,14 +125,25 @@ async def list_models(engine: Engine) -> list[Model]:
     """
     status, body = await examine(engine, Request("GET", "/v1/models"))
     if status in (401, 403):
-        raise CredentialRequired(f"{engine.name} requires an API key: set `upstream_api_key`")
-    try:
-        entries = _decode_models(body).data if status == 200 else []
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        entries = []
+        raise CredentialRequired(
+            f"{engine.name} requires an API key: set `upstream_api_key`, or send requests with a valid key"
+        )
+    data = _json(body).get("data") if status == 200 else None
+    entries = (
+        [entry for entry in data if isinstance(entry, dict) and "id" in entry]
+        if isinstance(data, list)
+        else []
+    )
     # a LoRA adapter has its base model as parent
-    entries.sort(key=lambda entry: entry.parent is not None)
-    return [Model(entry.id, entry.root or entry.id, entry.max_model_len) for entry in entries]
+    entries.sort(key=lambda entry: entry.get("parent") is not None)
+    return [
+        Model(
+            str(entry["id"]),
+            str(entry.get("root") or entry["id"]),
+            length if isinstance(length := entry.get("max_model_len"), int) else None,
+        )
+        for entry in entries
+    ]
 
 
 async def _version(engine: Engine) -> str:

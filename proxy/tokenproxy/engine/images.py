@@ -5,7 +5,10 @@ placeholder for each image, and the images next to them (`content_parts`); it ex
 ids of its image and returns the whole prompt. The render route tells the ids of an image beforehand.
 """
 
+import base64
 import logging
+import struct
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 
@@ -22,11 +25,8 @@ log = logging.getLogger("tokenproxy")
 
 _REMEMBERED = 4096
 """Images whose ids are remembered: some hundred bytes to some kilobytes each."""
-_PROBE_IMAGE = (
-    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAAAAACPAi4CAAAAKUlEQVR4nO3MQREAAAwCIKMb3RD77SAA6VEEAoFA"
-    "IBAIBAKBQCAQfA8G320AeUC9G5AAAAAASUVORK5CYII="
-)
-"""Grey, 64 x 64 pixels: an engine is probed with it."""
+_PROBE_PIXELS = 64
+"""Width and height of the image with which an engine is probed."""
 
 
 class _Range(msgspec.Struct):
@@ -99,7 +99,8 @@ async def find_images(engine: Engine) -> EngineImages | None:
     Raises:
         ApiError: the engine does not respond.
     """
-    status, body = await examine(engine, json_request(RENDER_PATH, _render_request(_PROBE_IMAGE)))
+    url = probe_image()
+    status, body = await examine(engine, json_request(RENDER_PATH, _render_request(url)))
     found = _read_rendered(body) if status == 200 else None
     if found is None:
         return None
@@ -109,7 +110,7 @@ async def find_images(engine: Engine) -> EngineImages | None:
         single = [*prompt[:start], placeholder, *prompt[start + len(span) :]]
         request = {
             "token_ids": single,
-            "content_parts": [{"type": "image_url", "url": _PROBE_IMAGE}],
+            "content_parts": [{"type": "image_url", "url": url}],
             "sampling_params": {"max_tokens": 1},
             "return_token_ids": True,
         }
@@ -118,6 +119,18 @@ async def find_images(engine: Engine) -> EngineImages | None:
             return EngineImages(engine, placeholder, len(span))
     log.warning("%s takes images, but it was not found out how to send one with exact ids", engine.name)
     return None
+
+
+def probe_image() -> str:
+    """A small image as a data URL: PNG, grey."""
+    row = b"\x00" + b"\x80" * _PROBE_PIXELS
+    header = struct.pack(">IIBBBBB", _PROBE_PIXELS, _PROBE_PIXELS, 8, 0, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(row * _PROBE_PIXELS)), (b"IEND", b""))
+    png = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks
+    )
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 def _render_request(url: str) -> dict[str, object]:

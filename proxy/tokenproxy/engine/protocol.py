@@ -1,6 +1,7 @@
 """The protocol of an engine, whether it is reached over a socket or in the same process."""
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import msgspec
@@ -14,8 +15,10 @@ _TELLS_NOTHING = frozenset({429, 502, 503, 504})
 class Engine(Protocol):
     """One vLLM."""
 
-    name: str
-    """The engine's URL, or another name for it, in log and error messages."""
+    @property
+    def name(self) -> str:
+        """The engine's URL, or another name for it, in log and error messages."""
+        ...
 
     async def send(self, request: Request) -> Response:
         """Send a request and wait for the head of the response.
@@ -37,6 +40,31 @@ class Engine(Protocol):
     async def aclose(self) -> None:
         """Close all connections."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineWithCredential:
+    """An engine to which the proxy's own requests are sent with a credential."""
+
+    engine: Engine
+    credential: tuple[bytes, bytes]
+    """Header name and value."""
+
+    @property
+    def name(self) -> str:
+        """The engine's name."""
+        return self.engine.name
+
+    async def send(self, request: Request) -> Response:
+        """See `Engine.send`."""
+        return await self.engine.send(replace(request, headers=[*request.headers, self.credential]))
+
+    def verify(self, verify: Callable[[], Awaitable[None]] | None) -> None:
+        """See `Engine.verify`."""
+        self.engine.verify(verify)
+
+    async def aclose(self) -> None:
+        """Does nothing: the owner of the wrapped engine closes it."""
 
 
 async def fetch(engine: Engine, request: Request) -> tuple[int, bytes]:

@@ -20,6 +20,7 @@ import msgspec
 from tokenproxy.base.errors import ApiError
 from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response
 from tokenproxy.base.types import Headers
+from tokenproxy.engine.protocol import Engine
 from tokenproxy.fleet.replica import Replica
 
 
@@ -147,15 +148,19 @@ async def fan_out(requests: Mapping[Replica, Request], timeout_s: float) -> list
     Args:
         timeout_s: for each replica, until the end of its answer.
     """
-    calls = [ask(replica, request, timeout_s) for replica, request in requests.items()]
+    calls = [ask(replica.engine, replica, request, timeout_s) for replica, request in requests.items()]
     return list(await asyncio.gather(*calls))
 
 
-async def ask(replica: Replica, request: Request, timeout_s: float) -> Outcome:
-    """What a replica answers; status 0 without an answer."""
+async def ask(engine: Engine, replica: Replica, request: Request, timeout_s: float) -> Outcome:
+    """What a replica answers; status 0 without an answer.
+
+    Args:
+        engine: the replica's, with the credential to use.
+    """
     try:
         async with asyncio.timeout(timeout_s):
-            response = await replica.engine.send(request)
+            response = await engine.send(request)
             try:
                 body = await response.read()
             finally:

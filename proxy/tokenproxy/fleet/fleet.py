@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from tokenproxy.base.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, NotFound
-from tokenproxy.base.http import Response
+from tokenproxy.base.http import Request, Response
 from tokenproxy.engine.discovery import NO_TOKEN_IN
 from tokenproxy.fleet.affinity import Conversations, PrefixCaches
 from tokenproxy.fleet.choosing import Choose, Routing, sticky_least_loaded
@@ -161,6 +161,16 @@ class Fleet:
         """
         return await dispatch(self, routing, work)
 
+    async def send_to_any(self, request: Request, routing: Routing) -> Response:
+        """Send a request to a ready replica; if none is, to one that refuses discovery without a credential.
+
+        Raises: as `send`.
+        """
+        need_credential = [replica for replica in self.replicas if replica.wants_credential]
+        if need_credential and not any(replica.ready for replica in self.replicas):
+            return await need_credential[0].engine.send(request)
+        return await self.send(lambda replica: replica.engine.send(request), routing)
+
     def named(self, name: str) -> Replica:
         """The replica of that name.
 
@@ -171,6 +181,11 @@ class Fleet:
             if replica.name == name:
                 return replica
         raise NotFound(f"no replica at {name}: GET /admin/replicas lists them", param="x-replica")
+
+    async def lend_credential(self, credential: tuple[bytes, bytes]) -> None:
+        """Repeat discovery with a client's accepted credential on the replicas that refuse it without one."""
+        for replica in self.replicas:
+            await replica.lend_credential(credential)
 
     async def ask(self, work: Callable[[Replica], Awaitable[T]]) -> T:
         """Run `work` on a ready replica, whichever; if that accepts no connection, on the next one.

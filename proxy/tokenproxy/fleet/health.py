@@ -256,7 +256,7 @@ async def _token_count(replica: "Replica") -> float | None:
     """Number of tokens that the engine processed, from its own metrics; None if it has no such metric."""
     try:
         async with asyncio.timeout(1.0):
-            status, page = await fetch(replica.engine, Request("GET", "/metrics"))
+            status, page = await fetch(replica.questions, Request("GET", "/metrics"))
         counts = _TOKEN_COUNTS.findall(page) if status == 200 else []
         return sum(map(float, counts)) if counts else None
     except (ApiError, TimeoutError, ValueError):

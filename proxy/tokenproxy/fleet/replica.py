@@ -20,7 +20,7 @@ from tokenproxy.base.errors import (
 )
 from tokenproxy.base.http import Request
 from tokenproxy.engine.discovery import NO_TOKEN_IN, Capabilities, CredentialRequired, discover, list_models
-from tokenproxy.engine.protocol import Engine, fetch
+from tokenproxy.engine.protocol import Engine, EngineWithCredential, fetch
 from tokenproxy.fleet.health import Breaker
 from tokenproxy.fleet.load import Load
 from tokenproxy.fleet.tokenizers import Tokenizers
@@ -103,14 +103,15 @@ class Replica:
         self._interval_s = watch_interval_s
         self.problem = "not checked yet"
         """Why it is not ready."""
+        self._credential: tuple[bytes, bytes] | None = None
+        self.wants_credential = False
+        """Whether the engine refuses discovery without a credential that it accepts."""
         self.was_tried = False
         """Whether the first discovery ended, with or without success."""
         self._check_due = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self.weight_version: str | None = None
         """The version of its weights; None if its engine reports none."""
-        self.has_weight_routes = True
-        """False if its engine answered that it has none of the routes for development."""
         self._confirmation: asyncio.Task[bool] | None = None
         self._misses = 0
 
@@ -139,6 +140,20 @@ class Replica:
             raise EngineUnavailable(self.problem)
         return self.capabilities
 
+    @property
+    def questions(self) -> Engine:
+        """The engine for the proxy's own requests: with a client's credential, if one was lent."""
+        if self._credential is None:
+            return self.engine
+        return EngineWithCredential(self.engine, self._credential)
+
+    async def lend_credential(self, credential: tuple[bytes, bytes]) -> None:
+        """Repeat discovery with a credential that the engine accepted from a client, if it requires one."""
+        if self.wants_credential:
+            self.wants_credential = False
+            self._credential = credential
+            await self._discover()
+
     def start(self) -> None:
         """Start watching. Call it inside a running event loop."""
         self.report_state()
@@ -151,7 +166,7 @@ class Replica:
             await asyncio.wait([self._watcher])
         if self._confirmation is not None:
             await asyncio.wait([self._confirmation])
-        self._tokenizers.forget(self.engine)
+        self._tokenizers.forget(self.questions)
         await self.engine.aclose()
 
     def mark_down(self, problem: ApiError) -> None:
@@ -164,7 +179,7 @@ class Replica:
         self.metrics.replica_ejected(self.name, "unreachable")
         self.capabilities = None
         self.engine.verify(None)
-        self._tokenizers.forget(self.engine)
+        self._tokenizers.forget(self.questions)
         self.fleet.settle_model()
 
     def check_now(self) -> None:
@@ -213,7 +228,7 @@ class Replica:
         silent = f"{self.name} does not report which model it serves"
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                models = await list_models(self.engine)
+                models = await list_models(self.questions)
         except CredentialRequired:
             return  # there is no key to ask with
         except TimeoutError as error:
@@ -232,7 +247,7 @@ class Replica:
         capabilities = self.require_capabilities()
         if model in capabilities.models:
             return True
-        models = await list_models(self.engine)
+        models = await list_models(self.questions)
         # the engine may have gone down, or come back as another, during the request
         if self.capabilities is capabilities:
             self.capabilities = replace(capabilities, models=tuple(m.name for m in models))
@@ -306,13 +321,13 @@ class Replica:
                 if not await self._is_healthy(HEALTH_TIMEOUT_S):
                     self._missed()
                     raise EngineUnavailable(f"{self.name} does not respond to /health")
-                capabilities = await discover(self.engine)
+                capabilities = await discover(self.questions)
             self.problem = f"the tokenizer for {self.name} is still loading"
             await self._find_tokenizer(capabilities, TOKENIZER_TIMEOUT_S)
         except TimeoutError:
             self.problem = f"{self.name} did not respond within {DISCOVERY_TIMEOUT_S:.0f} s"
         except ApiError as error:
-            self.problem = error.message
+            self.problem, self.wants_credential = error.message, isinstance(error, CredentialRequired)
         except Exception as error:
             # the boundary of discovery: an engine may respond anything
             log.exception("discovering what %s supports failed", self.name)
@@ -344,7 +359,7 @@ class Replica:
         self.tokenizer, self._tokenizer_retry_at = None, self._clock()
         try:
             async with asyncio.timeout(timeout_s):
-                self.tokenizer = await self._tokenizers.find(self.engine, capabilities.model)
+                self.tokenizer = await self._tokenizers.find(self.questions, capabilities.model)
         except TimeoutError:  # loading goes on
             problem = Unsupported("the model's tokenizer is still loading", code="no_tokenizer")
         except Unsupported as error:

@@ -86,10 +86,11 @@ class Tokenizers:
         """
         source = self._source or (model.root if model else None)
         if source is None:
-            raise _unsupported(
-                "no_tokenizer",
+            raise Unsupported(
                 "appending needs the model's tokenizer, and the engine does not report which model it "
                 "loaded: set `tokenizer` to the model's folder or hub name",
+                param="append_messages",
+                code="no_tokenizer",
             )
         if source not in self._loading:
             self._loading[source] = asyncio.create_task(asyncio.to_thread(self._load, source))
@@ -99,8 +100,11 @@ class Tokenizers:
             # the boundary of loading: a model's files or the hub may raise anything. The request gets the
             # reason, and the next one loads again
             self._loading.pop(source, None)
-            problem = f"appending needs the model's tokenizer: {error}; set `tokenizer` to a folder with it"
-            raise _unsupported("no_tokenizer", problem) from error
+            raise Unsupported(
+                f"appending needs the model's tokenizer: {error}; set `tokenizer` to a folder with it",
+                param="append_messages",
+                code="no_tokenizer",
+            ) from error
         self.forget(engine)  # it may have been restarted, and render otherwise
         tokenizer = await self._find_alike(candidates, engine)
         # on a thread, because an engine may be the one that renders; requests read them on the event loop
@@ -112,9 +116,9 @@ class Tokenizers:
         return tokenizer
 
     def forget(self, engine: Engine) -> None:
-        """Ask an engine for no renderings until it is examined again."""
+        """Ask an engine for no renderings until it is examined again. Its credential may have changed."""
         for _, renderings in self._by_engines.values():
-            renderings.engines[:] = [each for each in renderings.engines if each is not engine]
+            renderings.engines[:] = [each for each in renderings.engines if each.name != engine.name]
 
     async def _find_alike(self, candidates: list[ChatTokenizer], engine: Engine) -> ChatTokenizer:
         """The first tokenizer that renders the same ids as the engine, or one that asks the engine.
@@ -140,10 +144,11 @@ class Tokenizers:
         if route is None and compared:
             raise _mismatch(with_template[0], engine)
         if route is None:
-            raise _unsupported(
-                "tokenizer_unchecked",
+            raise Unsupported(
                 f"the engine {engine.name} renders no conversation to compare the tokenizer with: "
                 "its /tokenize route and chat template must accept a conversation",
+                param="append_messages",
+                code="tokenizer_unchecked",
             )
         try:
             return await self._rendered_by(candidates[0], engine, route)
@@ -218,15 +223,12 @@ class Tokenizers:
         )
 
 
-def _unsupported(code: str, message: str) -> Unsupported:
-    return Unsupported(message, param="append_messages", code=code)
-
-
 def _mismatch(tokenizer: ChatTokenizer, engine: Engine) -> Unsupported:
-    return _unsupported(
-        "tokenizer_mismatch",
+    return Unsupported(
         f"the tokenizer in {tokenizer.source!r} gives other ids for the prompts of the engine {engine.name}: "
         "set `tokenizer` and `chat_template` to what the engine uses",
+        param="append_messages",
+        code="tokenizer_mismatch",
     )
 
 

@@ -168,7 +168,7 @@ class Weights:
     async def greet(self, replica: Replica) -> None:
         """Ask a replica for its version, before it gets requests: it may have been restarted."""
         await self.refresh()
-        replica.weight_version, replica.has_weight_routes = None, True
+        replica.weight_version = None
         await self._ask(replica)
         if problem := self.problem(replica):
             log.warning("%s gets no requests: %s", replica.name, problem)
@@ -286,7 +286,7 @@ class Weights:
                 await self._give_up_update()
         elif now - max(self._asked_at, self._moved_at) >= self._fleet.watch_interval_s:
             self._asked_at = now
-            asked = [each for each in self._fleet.replicas if each.ready and each.has_weight_routes]
+            asked = [each for each in self._fleet.replicas if each.ready]
             await asyncio.gather(*(self._ask(replica) for replica in asked))
             if self.state is state and state.paused:
                 await self._check_pause(asked)
@@ -316,10 +316,9 @@ class Weights:
             log.info("%s gets requests again: its weights are those of the fleet", replica.name)
             failures = {name: each for name, each in self.state.failures.items() if name != replica.name}
             await self.change(replace(self.state, failures=failures))
-        answer = await ask(replica, Request("GET", "/weight_info"), _ASK_S)
+        answer = await ask(replica.questions, replica, Request("GET", "/weight_info"), _ASK_S)
         if not answer.status or answer.status >= 500:
             return
-        replica.has_weight_routes = answer.ok
         value = answer.value("weight_version") if answer.ok else None
         version = value if isinstance(value, str) else None
         if version == replica.weight_version:
@@ -337,7 +336,7 @@ class Weights:
 
     async def _is_paused(self, replica: Replica) -> bool | None:
         """Whether an engine is paused; None if it does not say."""
-        answer = await ask(replica, Request("GET", "/is_paused"), _ASK_S)
+        answer = await ask(replica.questions, replica, Request("GET", "/is_paused"), _ASK_S)
         return answer.value("is_paused") is True if answer.ok else None
 
     def _tags_of(self, replica: Replica) -> list[WeightTag]:

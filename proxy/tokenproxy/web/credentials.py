@@ -58,13 +58,16 @@ class EngineCredentials:
         self,
         send: Callable[[Request], Awaitable[Response]],
         clock: Callable[[], float] = time.monotonic,
+        lend: Callable[[tuple[bytes, bytes]], Awaitable[None]] | None = None,
     ) -> None:
         """Start with an empty cache of verdicts.
 
         Args:
             send: sends a request to the engine, through all of the engine's own checks.
+            lend: called with each accepted credential, because discovery of the engine may need one.
         """
         self._send = send
+        self._lend = lend
         self._clock = clock
         self._verdicts: OrderedDict[bytes, tuple[asyncio.Task[bool], float]] = OrderedDict()
         """Verifications by a digest of the credential (b"" for none), and when each began. A running one is
@@ -89,6 +92,8 @@ class EngineCredentials:
             raise Unauthorized(
                 "the engine refuses this API key: send one that it accepts", code="invalid_api_key"
             )
+        if self._lend is not None:
+            await self._lend(credential)
         return tenant_of_key(_key(credential[1]))
 
     async def aclose(self) -> None:

@@ -61,7 +61,7 @@ class PassThrough(Route):
             repeatable=repeatable,
             digest=(lambda: body_digest(path, request.body)) if request.method not in _SAFE else None,
         )
-        return await services.fleet.send(lambda replica: replica.engine.send(call), routing)
+        return await services.fleet.send_to_any(call, routing)
 
 
 async def _with_served_model(request: Request, services: Services) -> bytes:

@@ -21,7 +21,8 @@ from tests.contract.fleet.memory_engine import (
 )
 from tests.support.stepped import block, elapse, settled, stepped
 from tokenproxy.base.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, OutOfSockets
-from tokenproxy.base.http import BytesResponse, Response
+from tokenproxy.base.http import BytesResponse, Request, Response
+from tokenproxy.fleet.choosing import Routing
 from tokenproxy.fleet.fleet import Fleet
 from tokenproxy.fleet.health import BreakerState
 from tokenproxy.monitoring.metrics import ReplicaState
@@ -296,9 +297,17 @@ async def test_a_trial_that_just_began_is_not_decided_by_an_earlier_silence() ->
 
 
 @stepped
-async def test_an_engine_that_asks_for_a_key_names_the_setting() -> None:
+async def test_a_credential_of_a_client_is_lent_to_a_replica_that_asks_for_one() -> None:
     [only] = engines(1)
-    only.requires = (b"authorization", b"Bearer secret")
+    credential = (b"authorization", b"Bearer secret")
+    only.requires = credential
     async with fleet_of(only, interval_s=600.0) as fleet:
-        with pytest.raises(EngineUnavailable, match="set `upstream_api_key`"):
-            await ask(fleet)
+        [replica] = fleet.replicas
+        assert (replica.ready, replica.wants_credential) == (False, True)
+        assert (await fleet.send_to_any(Request("GET", "/v1/models"), Routing())).status == 401
+        await fleet.lend_credential(credential)
+        assert (replica.ready, replica.wants_credential) == (True, False)
+        assert await replica.serves("tiny")
+        assert not await replica.serves("other")
+        only.usual = answers()
+        assert (await ask(fleet))[0] == 200

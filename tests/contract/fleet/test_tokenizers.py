@@ -14,6 +14,7 @@ from tests.support.utils import run_proxy
 from tokenproxy.base.errors import EngineBroken, RendererUnavailable, Unsupported
 from tokenproxy.engine.discovery import Model
 from tokenproxy.engine.http import HttpEngine
+from tokenproxy.engine.protocol import EngineWithCredential
 from tokenproxy.fleet.replica import Replica
 from tokenproxy.fleet.tokenizers import Tokenizers
 from tokenproxy.monitoring.metrics import Metrics
@@ -93,7 +94,8 @@ async def test_engine_that_renders_otherwise_since_is_asked_no_more(
     tokenizers, found = Tokenizers(), []
     for role in ("upper", "title"):
         mortal.chat_template = CHATML.replace("message.role + ", f"message.role | {role} + ")
-        found.append(await tokenizers.find(engine, model))
+        lent = EngineWithCredential(engine, (b"authorization", role.encode()))
+        found.append(await tokenizers.find(lent, model))
     assert found[0].fingerprint != found[1].fingerprint
     messages = [{"role": "user", "content": "Hi"}]
     assert "User" in found[1].decode(await asyncio.to_thread(found[1].render, messages))

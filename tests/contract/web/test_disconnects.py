@@ -25,18 +25,12 @@ def _await_counted(client: httpx.Client, before: Scrape, path: str, status: str)
     assert grown(before, Scrape(client), "requests_total", route=path, status=status) == 1
 
 
-_BEFORE, _INSIDE = [(0, False), (0, True)], (1, True)
-
-
 @pytest.mark.parametrize(
-    ("pair", "path", "body", "hold_at", "stream"),
-    [
-        *((Variant.CHAT, _TOKENS, _IDS, *when) for when in (*_BEFORE, _INSIDE)),
-        *((Variant.SCALE_OUT, _TOKENS, _IDS, *when) for when in _BEFORE),
-        *((Variant.CHAT, _CHAT, _HI, *when) for when in (*_BEFORE, _INSIDE)),
-    ],
+    ("pair", "path", "body"),
+    [(Variant.CHAT, _TOKENS, _IDS), (Variant.SCALE_OUT, _TOKENS, _IDS), (Variant.CHAT, _CHAT, _HI)],
     indirect=["pair"],
 )
+@pytest.mark.parametrize(("hold_at", "stream"), [(0, False), (0, True), (1, True)])
 def test_a_client_that_leaves_before_or_inside_the_answer(
     fake: FakeVllm, client: httpx.Client, path: str, body: dict[str, Any], hold_at: int, stream: bool
 ) -> None:
