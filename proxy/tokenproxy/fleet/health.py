@@ -26,9 +26,10 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from tokenproxy.base.errors import ApiError
+from tokenproxy.base.errors import ApiError, OutOfSockets
 from tokenproxy.base.http import Request
 from tokenproxy.engine.protocol import fetch
+from tokenproxy.engine.token_in import CHAT_PATH, json_request
 
 if TYPE_CHECKING:
     from tokenproxy.fleet.fleet import Fleet
@@ -235,12 +236,12 @@ class FleetWatch:
         """Eject a silent replica, unless it works or is paused.
 
         A long completion that is not streamed is silent too, but its engine counts its tokens. Without that
-        count, nothing tells a replica that hangs from one that works.
+        count, an engine works that answers a request for one token.
         """
         try:
             before, silent_s = await _token_count(replica), replica.load.silent_s()
             await asyncio.sleep(_COUNTED_S)
-            if before is None or before != await _token_count(replica):
+            if before != await _token_count(replica) or (before is None and await _answers(replica)):
                 replica.load.shift(0.0)  # the next examination comes after another such silence
             elif (
                 replica.load.silent_s() > silent_s
@@ -250,6 +251,17 @@ class FleetWatch:
                 self._fleet.eject(replica, "it responds to /health, but requests on it do not go on")
         finally:
             del self._examinations[replica.name]
+
+
+async def _answers(replica: "Replica") -> bool:
+    """Whether an engine answers a request for one token, or it is this process that cannot ask."""
+    request = {"messages": [{"role": "user", "content": "."}], "max_tokens": 1}
+    try:
+        async with asyncio.timeout(_COUNTED_S):
+            await fetch(replica.questions, json_request(CHAT_PATH, request))
+    except (ApiError, TimeoutError) as error:
+        return isinstance(error, OutOfSockets)
+    return True
 
 
 async def _token_count(replica: "Replica") -> float | None:

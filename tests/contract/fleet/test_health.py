@@ -142,9 +142,12 @@ async def _served(fleet: Fleet, count: int = 4) -> None:
         assert (await ask(fleet))[0] == 200
 
 
+@pytest.mark.parametrize("counts", [True, False])
 @stepped
-async def test_a_silent_replica_is_ejected_and_its_requests_run_elsewhere() -> None:
+async def test_a_silent_replica_is_ejected_and_its_requests_run_elsewhere(counts: bool) -> None:
     silent, good = engines(2)
+    if not counts:
+        silent.describes = lambda path: BytesResponse(404, [], b"") if path == "/metrics" else None
     async with fleet_of(silent, good, interval_s=5.0) as fleet:
         await _served(fleet)
         silent.hangs = {CHAT}
@@ -179,7 +182,7 @@ async def test_a_replica_that_answers_the_proxy_and_hangs_for_clients_is_ejected
 
 
 def _counts_no_tokens(engine: MemoryEngine, fleet: Fleet) -> None:
-    """So that nothing tells whether it works."""
+    """But it answers a request for one token."""
     engine.usual = waits(60.0)
     engine.describes = lambda path: BytesResponse(404, [], b"") if path == "/metrics" else None
 
