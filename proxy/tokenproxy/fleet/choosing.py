@@ -1,11 +1,10 @@
 """Chooses the replica for a request: the one that holds its conversation, unless it is far busier.
 
-How many requests run on each replica is all that is compared: a slow replica keeps its requests for longer,
-so that it gets fewer of them.
+How many requests run on each replica is compared: a slow replica keeps its requests for longer, so that it
+gets fewer of them. Between equally busy ones the number of active conversations decides.
 """
 
 import hashlib
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -58,7 +57,7 @@ Choose = Callable[[Sequence["Replica"], str], "Replica"]
 
 
 def sticky_least_loaded(replicas: Sequence["Replica"], holder: str) -> "Replica":
-    """The holder of the conversation, unless it is far busier than the least busy replica."""
-    best = min(replicas, key=lambda each: (each.load.requests, random.random()))
+    """The holder of the conversation, unless it is far busier than the first of the least busy replicas."""
+    best = min(replicas, key=lambda each: each.load.requests)
     stay = next((each for each in replicas if each.name == holder), best)
     return best if stay.load.requests > _TIMES_BUSIER * best.load.requests + _MORE_REQUESTS else stay

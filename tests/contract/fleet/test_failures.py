@@ -20,6 +20,7 @@ from tests.contract.fleet.memory_engine import (
 )
 from tests.support.stepped import block, elapse, settled, stepped
 from tokenproxy.base.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, Overloaded
+from tokenproxy.fleet.choosing import sticky_least_loaded
 from tokenproxy.fleet.health import BreakerState
 
 
@@ -352,3 +353,12 @@ async def test_waiting_requests_time_out_or_end_with_the_last_replica_or_run_on_
         with pytest.raises(EngineUnavailable):
             await waiting
         assert (await running)[0] == 200
+
+
+@stepped
+async def test_conversations_that_wait_for_their_tools_are_shared_equally() -> None:
+    all_engines = engines(3)
+    async with fleet_of(*all_engines, choose=sticky_least_loaded) as fleet:
+        for number in range(9):
+            assert (await ask(fleet, conversation=f"c{number}"))[0] == 200
+        assert _started(*all_engines) == [3, 3, 3]
