@@ -1,10 +1,11 @@
 """Chooses the replica for a request: the one that holds its conversation, unless it is far busier.
 
 How many requests run on each replica is compared: a slow replica keeps its requests for longer, so that it
-gets fewer of them. Between equally busy ones the number of active conversations decides.
+gets fewer of them. Equally busy ones share the active conversations: those that wait for their tools, too.
 """
 
 import hashlib
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -52,12 +53,15 @@ _TIMES_BUSIER = 2
 before the conversation moves: the other replica has to read its whole history."""
 _MORE_REQUESTS = 4
 
-Choose = Callable[[Sequence["Replica"], str], "Replica"]
-"""From replicas and the name of the conversation's holder, which may be empty, to the chosen replica."""
+Choose = Callable[[Sequence["Replica"], str, Callable[[str], int]], "Replica"]
+"""From replicas, the name of the conversation's holder, which may be empty, and the number of active
+conversations by replica, to the chosen replica."""
 
 
-def sticky_least_loaded(replicas: Sequence["Replica"], holder: str) -> "Replica":
-    """The holder of the conversation, unless it is far busier than the first of the least busy replicas."""
-    best = min(replicas, key=lambda each: each.load.requests)
+def sticky_least_loaded(
+    replicas: Sequence["Replica"], holder: str, conversations: Callable[[str], int]
+) -> "Replica":
+    """The holder of the conversation, unless it is far busier than the least busy replica."""
+    best = min(replicas, key=lambda each: (each.load.requests, conversations(each.name), random.random()))
     stay = next((each for each in replicas if each.name == holder), best)
     return best if stay.load.requests > _TIMES_BUSIER * best.load.requests + _MORE_REQUESTS else stay

@@ -259,9 +259,7 @@ class Fleet:
             served = self.prefix_caches.find(routing.prompts[0])
             holders = [replica for replica in replicas if replica.name in served]
             holder = min(holders, key=lambda each: each.load.requests).name if holders else ""
-        # equally busy replicas share the conversations, also those that wait for their tools
-        in_order = sorted(replicas, key=lambda each: (self.conversations.count(each.name), random.random()))
-        return self._choose(in_order, holder)
+        return self._choose(replicas, holder, self.conversations.count)
 
     def did_worse(self, replica: Replica, response: Response, routing: Routing) -> None:
         """Take note that another replica served a request which got an error response from this one."""

@@ -157,7 +157,7 @@ class _NoTokenizers(Tokenizers):
         raise Unsupported("no tokenizer here")
 
 
-def in_order(replicas: Sequence[Replica], holder: str) -> Replica:
+def in_order(replicas: Sequence[Replica], holder: str, conversations: Callable[[str], int]) -> Replica:
     """The choice of these tests: the first replica of the fleet."""
     return replicas[0]
 

@@ -28,7 +28,7 @@ def test_the_holder_is_chosen_unless_it_is_far_busier(
     requests: dict[str, int], holder: str, chosen: str
 ) -> None:
     replicas = [_replica(name, count) for name, count in requests.items()]
-    assert sticky_least_loaded(replicas, holder).name == chosen
+    assert sticky_least_loaded(replicas, holder, lambda name: 0).name == chosen
 
 
 def test_a_load_counts_requests_and_a_pause_is_no_silence() -> None:
