@@ -174,7 +174,7 @@ def _append(
     tokenizer: ChatTokenizer, history: list[Message], new: list[Message], tools: list[dict[str, Any]] | None
 ) -> Appended | TokenizationError:
     """What is appended to a turn that was cut off, so with all of its close; or why nothing is."""
-    sampled = tokenizer.encode(_TURN["content"])
+    sampled = [tokenizer.vocab_size]  # it has no text, which would have to be the end of the turn's
     try:
         return tokenizer.append(sampled, new, history=history, tools=tools, finish_reason="length")
     except TokenizationError as error:

@@ -42,28 +42,34 @@ class Closes:
         self._added = added
         self._content_closes: BoundedCache[bytes, ContentClose] = BoundedCache(256)
 
-    def of_call(self, tail: Tail, close: ContentClose) -> tuple[int, int, frozenset[int]]:
-        """The close of a turn with tool calls: its start and end in the tail, and the ids of its tokens.
+    def of_call(self, tail: Tail, close: ContentClose) -> tuple[int, int, frozenset[int], bool]:
+        """The close of a turn with tool calls: its start and end in the tail, the ids of its tokens, and
+        whether the text before them is shown.
 
-        It starts with the white space after the calls, and with the words of the content close. Example: 12
-        and 23 in `</tool_call>\n<|im_end|>\n`, with the content close `<|im_end|>`.
+        It starts with the white space after the calls, and with the words of the content close, without which
+        its start is not shown. Example: 12 and 23 in `</tool_call>\n<|im_end|>\n`, with the content close
+        `<|im_end|>`.
         """
         start, end, closers = self._tokens_after_call(tail, close)
         first = next(iter(self._added.find(close.text, special=True)), None)
         words = close.text[: first.start if first else None].strip()
-        return len(tail.text[:start].rstrip().removesuffix(words).rstrip()), end, closers
+        before = tail.text[:start].rstrip()
+        shown = before.endswith(words) or words in tail.text[start:end]
+        return len(before.removesuffix(words).rstrip()), end, closers, shown
 
     def _tokens_after_call(self, tail: Tail, close: ContentClose) -> tuple[int, int, frozenset[int]]:
         """As `of_call`, without some of the text before the first token."""
         lead = tail.text[: tail.lead]
         shared = self._added.shared(lead, tail.text_if_last)
+        # where a message follows only: a token that opens messages too does not close the turn there
+        searched = lead[:shared] if close.closers & self._first_tokens else lead
         start = lead[:shared].rfind(close.text) if close.text.strip() else -1
         if start < 0 and close.closers:
-            start = lead.find(close.text)
+            start = searched.find(close.text)
         if start >= 0:
             return self._with_earlier_stop(lead, start, start + len(close.text), close.closers)
         # the text before the token that closes a turn may differ from turn to turn
-        stop = next((t for t in self._added.find(lead, special=True) if t.id == close.stop), None)
+        stop = next((t for t in self._added.find(searched, special=True) if t.id == close.stop), None)
         if stop is not None:
             return self._with_earlier_stop(lead, stop.start, stop.end, frozenset({stop.id}))
         if not tail.text_if_last:

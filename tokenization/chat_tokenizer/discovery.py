@@ -83,7 +83,7 @@ class TurnTail:
     def appends_as(self, other: "TurnTail") -> bool:
         """Whether the same ids are appended after every sampled id."""
         mine, others = (
-            (each.tail.text, each.blanks, each.tokens, each.close_tokens, each.closing)
+            (each.tail.text, each.blanks, each.tokens, each.close_tokens, each.closing, each.after_stop)
             for each in (self, other)
         )
         return mine == others
@@ -137,7 +137,10 @@ class Discovery:
         return self._template.syntax.complete or answers_calls(append.turn, append.new)
 
     def _tried(self, options: RenderOptions) -> bool:
-        """Whether the proof tested these arguments: at most one that the template reads, and its value."""
+        """Whether the proof tested these options: at most one argument that is read, and its value.
+
+        Without a generation prompt, it tested neither tools nor arguments.
+        """
         syntax = self._template.syntax
         read = {
             name: value
@@ -148,6 +151,8 @@ class Discovery:
         if effort and not syntax.complete and read == with_thinking(effort):
             read = effort
         if "documents" in options.kwargs or len(read) > 1 or not read.keys() <= syntax.kwargs.keys():
+            return False
+        if not options.add_generation_prompt and (options.tools or read or not syntax.complete):
             return False
         return all(_is_in(value, tried_values(syntax, name)) for name, value in read.items())
 
@@ -250,7 +255,7 @@ class Discovery:
                 "what the template prints after a turn may depend on earlier messages: give `history` "
                 f"({proof.reason})"
             )
-        return replace(turn_tail, after_stop=locality is Locality.NEW_AFTER_STOP)
+        return replace(turn_tail, after_stop=turn_tail.after_stop or locality is Locality.NEW_AFTER_STOP)
 
     def tail_in(self, append: Append) -> TurnTail | None:
         """The tail of the turn; None if the template refuses the messages."""
@@ -300,10 +305,12 @@ class Discovery:
         """Take the turn's own syntax from a tail, and find the tokens that close the turn."""
         close = self.closes.of_content(options)
         # the token that closes a turn may open the next message too: only the close is searched
-        in_content = whole.text[: whole.lead].startswith(close.text)
-        start, end, closers = 0, len(close.text) if in_content else whole.lead, close.closers
+        start, end, closers, shown = 0, len(close.text), close.closers, True
+        if not whole.text[: whole.lead].startswith(close.text):
+            found = self._added.find(whole.text[: whole.lead])
+            end = next((token.end for token in found if token.id == close.stop), whole.lead)
         if whole.in_call:
-            start, end, closers = self.closes.of_call(whole, close)
+            start, end, closers, shown = self.closes.of_call(whole, close)
         tail = whole.without_start(start)
         lead = tail.text[: tail.lead]
         tokens = self._added.find(lead, special=True)
@@ -329,6 +336,7 @@ class Discovery:
             closing[-1] if has_stop else next((t for t in tokens[:1] if not closing and t.id in stops), None),
             self._unclear_ids(tail, close_tokens, syntax),
             syntax,
+            not shown,
         )
 
     def _unclear_ids(
@@ -369,7 +377,7 @@ class Discovery:
             if token.start < end:
                 continue
             closes = self.closes.closes_turn(token.id, in_call)
-            if closes is None and token.id in stops:
+            if closes is None:
                 return closing, token
             if not closes:
                 break

@@ -2,9 +2,9 @@
 
 A smaller context may replace the real history only if the result is proved to be the same. The proof compares
 renderings: the template is rendered after histories that hold every string that its source compares with,
-more messages than its largest number, repeated, re-ordered and missing results, each role, tools and template
-arguments (`chat_tokenizer.histories`). If the text after the turn always equals the text after the smaller
-context, the template is local.
+more messages than its numbers together, repeated, re-ordered and missing results, each role, tools and
+template arguments (`chat_tokenizer.histories`). If the text after the turn always equals the text after the
+smaller context, the template is local.
 
 The audit covers cases that the proof does not test: it compares a share of the appends with renderings of the
 whole history.
@@ -28,6 +28,7 @@ from chat_tokenizer.cache import digest
 from chat_tokenizer.histories import (
     ANY_TOOLS,
     PRINCIPAL_STEPS,
+    UNANSWERED,
     WORD,
     Messages,
     Step,
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from chat_tokenizer.discovery import Discovery, TurnTail
 
 log = logging.getLogger("tokenproxy")
-PROOF_VERSION = 5
+PROOF_VERSION = 6
 """Part of the key of a stored proof. Raise it when the proof changes."""
 MAX_SECONDS = 30.0
 """CPU time in seconds after which a template counts as not local. Most proofs take less than 1 s."""
@@ -127,8 +128,10 @@ def prove(tails: "Discovery", syntax: Syntax, max_seconds: float = MAX_SECONDS) 
         return _not_local("its source cannot be parsed")
     if len(syntax.strings) > _MAX_STRINGS:
         return _not_local(f"its source compares with {len(syntax.strings)} strings, too many to try")
-    if max(syntax.numbers, default=0) > _MAX_NUMBER:
-        return _not_local(f"its source compares with a number above {_MAX_NUMBER}, too large to try")
+    if sum(syntax.numbers) > _MAX_NUMBER:
+        return _not_local(f"its source compares with numbers above {_MAX_NUMBER} together, too large to try")
+    if syntax.untried:
+        return _not_local(f"its source uses {', '.join(syntax.untried)}, whose results cannot all be tried")
     cases = _cases(syntax) if syntax.complete else _cases_without_source(syntax)
     return _Prover(tails, max_seconds).prove(cases)
 
@@ -221,8 +224,11 @@ def _cases(syntax: Syntax) -> Iterator[_Case]:
             yield history, step, options
     for name in syntax.kwargs:
         for value in tried_values(syntax, name):
+            options = RenderOptions(ANY_TOOLS, True, {name: value})
             for history, step in product(structures(), PRINCIPAL_STEPS[:2]):
-                yield history, step, RenderOptions(ANY_TOOLS, True, {name: value})
+                yield history, step, options
+            for step in steps():
+                yield [user()], step, options
         for value, step in product(tried_values(syntax, name), PRINCIPAL_STEPS[:2]):
             # a string in the system message, or in the last one
             texts = chain.from_iterable(islice(with_text(string), 3) for string in syntax.strings)
@@ -244,8 +250,11 @@ def _cases_without_source(syntax: Syntax) -> Iterator[_Case]:
         for history, step in product(with_text(string), PRINCIPAL_STEPS[:2]):
             yield history, step, with_tools
     for name in syntax.kwargs:
-        for value, history, step in product(tried_values(syntax, name), few, PRINCIPAL_STEPS[:2]):
-            yield history, step, RenderOptions(ANY_TOOLS, True, with_thinking({name: value}))
+        for value in tried_values(syntax, name):
+            options = RenderOptions(ANY_TOOLS, True, with_thinking({name: value}))
+            for history, step in product(few, PRINCIPAL_STEPS[:2]):
+                yield history, step, options
+            yield [user()], UNANSWERED, options
 
 
 def answers_calls(turn: Message, new: Sequence[Message]) -> bool:
