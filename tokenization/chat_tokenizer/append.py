@@ -108,7 +108,7 @@ def cut_tail(turn_tail: TurnTail, last_id: int, last_text: str, *, stopped: bool
         raise TemplateUnsupported("the last id does not tell how much of the turn's close was sampled")
     unclear = [turn_tail.unclear_stop] if stopped and turn_tail.unclear_stop else []
     # where the close holds no stop token, a token that opens the next message ends the turn
-    opening = turn_tail.tokens if stopped and not turn_tail.has_stop else ()
+    opening = turn_tail.tokens if stopped and not (closing and turn_tail.own_stop) else ()
     for token in [*(turn_tail.close_tokens or turn_tail.tokens[:1]), *unclear, *opening]:
         if token.id == last_id:
             return Cut(token.end, tail.text[token.start : token.end])

@@ -13,13 +13,11 @@ from itertools import product, takewhile
 from chat_tokenizer.added_tokens import AddedTokens, Token, common_prefix_length
 from chat_tokenizer.cache import BoundedCache, digest
 from chat_tokenizer.errors import TemplateUnsupported, TokenizationError
-from chat_tokenizer.histories import ANY_TOOLS
+from chat_tokenizer.histories import ANY_TOOLS, result
 from chat_tokenizer.messages import Message, Tools
 from chat_tokenizer.new_texts import with_argument
 from chat_tokenizer.renderer import Append, Renderer, RenderOptions
 from chat_tokenizer.turns import MARK, PLACEHOLDER_USER, Tail, placeholder_context, render_tail
-
-_RESULT = {"role": "tool", "tool_call_id": "call00000"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,15 +177,14 @@ class Closes:
                 return preamble, tools
         return [], None
 
-    def _text(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+    def _text(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, preamble: bool = True
+    ) -> str:
         """The rendering of messages, after the messages that the template needs; empty if it refuses them."""
-        return self._text_without_preamble(
-            [*self._setting[0], *messages], add_generation_prompt=add_generation_prompt
-        )
-
-    def _text_without_preamble(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+        before, tools = self._setting
         try:
-            return self._template.text(messages, RenderOptions(self._setting[1], add_generation_prompt))
+            whole = [*(before if preamble else []), *messages]
+            return self._template.text(whole, RenderOptions(tools, add_generation_prompt))
         except TokenizationError:
             return ""
 
@@ -198,7 +195,7 @@ class Closes:
         found = []
         texts = (
             self._text([{"role": "user", "content": MARK}], add_generation_prompt=False),
-            self._text_without_preamble([system, PLACEHOLDER_USER], add_generation_prompt=False),
+            self._text([system, PLACEHOLDER_USER], add_generation_prompt=False, preamble=False),
         )
         for text in texts:
             before, mark, after = text.partition(MARK)
@@ -213,9 +210,7 @@ class Closes:
     def result_openers(self) -> frozenset[int]:
         """Ids of the tokens that open a tool result: they stand between two results, never after both."""
         texts = ("qZfirstZq", "qZsecondZq")
-        results = [
-            {"role": "tool", "tool_call_id": f"call0000{i}", "content": t} for i, t in enumerate(texts)
-        ]
+        results = [result(index, text) for index, text in enumerate(texts)]
         text = self._text([*placeholder_context(results), *results], add_generation_prompt=True)
         first, second = (text.rfind(word) for word in texts)
         if not 0 <= first < second:
@@ -252,13 +247,13 @@ class Closes:
 
     @cached_property
     def _after_call(self) -> list[set[int]]:
-        *_, turn = placeholder_context([_RESULT])
+        *_, turn = placeholder_context([result()])
         return self._special_after({**turn, "tool_calls": [with_argument(turn["tool_calls"][0], MARK)]})
 
     def _special_after(self, turn: Message) -> list[set[int]]:
         """Ids of the special tokens between a turn and a message, for each role that the template takes."""
         found = []
-        for following in (*({"role": role} for role in ("user", "assistant", "system")), _RESULT):
+        for following in (*({"role": role} for role in ("user", "assistant", "system")), result()):
             messages: list[Message] = [PLACEHOLDER_USER, turn, {**following, "content": "qZnextZq"}]
             text = self._text(messages, add_generation_prompt=False)
             between, printed, _ = text.partition(MARK)[2].partition("qZnextZq")

@@ -26,7 +26,6 @@ from chat_tokenizer.turns import (
     render_marked,
     render_tail,
     turn_context,
-    with_other_numbers,
 )
 
 _MAX_SECONDS_SHORTENING = 2.0
@@ -55,11 +54,9 @@ class TurnTail:
     nothing else closes it. The text before it is the same in both cases."""
     unclear_stop: Token | None
     """A stop token after the close, or in its place, that may close the turn or open the next message."""
-    has_stop: bool
-    """Whether a token in `closing` ends turns of the model. In Gemma 4's calls none does."""
     own_stop: Token | None
-    """The last of `closing` if there is such a token; without a close, the stop token that opens the next
-    message (GLM)."""
+    """The last of `closing` if one of them ends turns of the model (in Gemma 4's calls none does); without a
+    close, the stop token that opens the next message (GLM)."""
     unclear_ids: frozenset[int]
     """Ids that do not tell how much of the close was sampled: those in `close_tokens` that occur in it more
     than once, in the turn's own syntax, or at the end of the generation prompt too (Kimi K3); and the first
@@ -223,17 +220,12 @@ class Discovery:
     def _after_history(self, key: bytes, append: Append, in_turn: TurnTail | None) -> TurnTail:
         """The tail after a whole history; `in_turn` is the tail after its last turn alone.
 
-        Mostly the two are equal, or differ in numbers. One rendering shows that if the turn's last text
-        occurs in it once.
+        Mostly the two are equal. One rendering shows that if the turn's last text occurs in it once.
         """
         text = self._template.text([*append.context, *append.new], append.options)
         start = _end_of_turn(text, append.turn, in_turn) if in_turn is not None else None
-        if in_turn is not None and start is not None:
-            if text[start:] == in_turn.tail.text:
-                return replace(in_turn, key=key)
-            counted = with_other_numbers(in_turn.whole, in_turn.syntax + text[start:])
-            if counted is not None:
-                return self._without_syntax(key, counted, append.options)
+        if in_turn is not None and start is not None and text[start:] == in_turn.tail.text:
+            return replace(in_turn, key=key)
         turn_tail, marked = self._find(key, append, in_turn)
         if not marked.agrees_with(text, turn_tail.tail.text):
             # the marker may stand for a text that the turn lacks: then only its stop token and the rest agree
@@ -322,7 +314,9 @@ class Discovery:
         close_tokens = tuple(token for token in found if close_text[token.start : token.end].strip())
         syntax = frozenset(token.id for token in self._added.find(whole.text[:start]))
         stops = self._added.stop_ids
-        has_stop = any(token.id in stops for token in closing)
+        own_stop = last if any(token.id in stops for token in closing) else None
+        if not closing:
+            own_stop = next((token for token in tokens[:1] if token.id in stops), None)
         return TurnTail(
             key,
             whole,
@@ -332,8 +326,7 @@ class Discovery:
             close_tokens,
             self._stop_if_last(tail, last),
             unclear_stop,
-            has_stop,
-            closing[-1] if has_stop else next((t for t in tokens[:1] if not closing and t.id in stops), None),
+            own_stop,
             self._unclear_ids(tail, close_tokens, syntax),
             syntax,
             not shown,
