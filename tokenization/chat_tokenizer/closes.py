@@ -208,7 +208,7 @@ class Closes:
 
     @cached_property
     def result_openers(self) -> frozenset[int]:
-        """Ids of the tokens that open a tool result: they stand between two results, never after both."""
+        """Ids of the tokens that open tool results only: they stand between two results, never after both."""
         texts = ("qZfirstZq", "qZsecondZq")
         results = [result(index, text) for index, text in enumerate(texts)]
         text = self._text([*placeholder_context(results), *results], add_generation_prompt=True)
@@ -217,7 +217,9 @@ class Closes:
             return frozenset()
         tokens = self._added.find(text, special=True)
         between = {token.id for token in tokens if first < token.start < second}
-        return frozenset(between - {token.id for token in tokens if token.start > second})
+        return frozenset(
+            between - {token.id for token in tokens if token.start > second} - self._first_tokens
+        )
 
     def closes_turn(self, token: int, in_call: bool) -> bool | None:
         """Whether a special token after a turn closes it; False if it opens the next message, else None.

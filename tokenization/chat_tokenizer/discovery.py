@@ -136,7 +136,7 @@ class Discovery:
     def _tried(self, options: RenderOptions) -> bool:
         """Whether the proof tested these options: at most one argument that is read, and its value.
 
-        Without a generation prompt, it tested neither tools nor arguments.
+        It tested none without a generation prompt.
         """
         syntax = self._template.syntax
         read = {
@@ -149,7 +149,7 @@ class Discovery:
             read = effort
         if "documents" in options.kwargs or len(read) > 1 or not read.keys() <= syntax.kwargs.keys():
             return False
-        if not options.add_generation_prompt and (options.tools or read or not syntax.complete):
+        if not options.add_generation_prompt and (read or not syntax.complete):
             return False
         return all(_is_in(value, tried_values(syntax, name)) for name, value in read.items())
 

@@ -212,7 +212,8 @@ def _cases(syntax: Syntax) -> Iterator[_Case]:
         yield from product(with_text(WORD), steps_with_new_string(string), [plain])
     yield from product(with_strings(syntax), two_steps, [plain])
     yield from product(structures(), long_steps(syntax), [plain])
-    for options in (with_tools, RenderOptions(_TWO_TOOLS), RenderOptions(None, False)):
+    without_prompt = [RenderOptions(tools, False) for tools in (None, ANY_TOOLS)]
+    for options in (with_tools, RenderOptions(_TWO_TOOLS), *without_prompt):
         yield from product(every_structure, PRINCIPAL_STEPS, [options])
     for kwargs in _tried_kwargs(syntax):
         options = RenderOptions(ANY_TOOLS, True, kwargs)
