@@ -85,7 +85,7 @@ class Cut:
     """Whether the model sampled another token where the template prints `stop_text`."""
 
 
-def cut_tail(turn_tail: TurnTail, last_id: int, last_text: str, *, stopped: bool) -> Cut:
+def cut_tail(turn_tail: TurnTail, last_id: int, last_text: str, *, stopped: bool, cut_off: bool) -> Cut:
     """Cut a tail after what the model sampled of it, given the last sampled id.
 
     Example: the tail `<|im_end|>\n<|im_start|>user...` is cut after `<|im_end|>` if that was sampled, or if
@@ -96,6 +96,7 @@ def cut_tail(turn_tail: TurnTail, last_id: int, last_text: str, *, stopped: bool
         stopped: whether a stop token ended the turn. One that the template does not print after this turn
             stands for the template's own. It never stands for a token that opens the next message: where such
             a token alone ends the turn, nothing is replaced.
+        cut_off: whether something else than the model ended it.
 
     Raises:
         TemplateUnsupported: a stop token ended the turn, and the template may close it with another; or a
@@ -118,7 +119,8 @@ def cut_tail(turn_tail: TurnTail, last_id: int, last_text: str, *, stopped: bool
     # a stop token that is also syntax of the turn, such as `</tool_call>`, does not replace the close
     if not stopped or last_id in turn_tail.syntax_ids:
         blanks = _sampled_blanks(turn_tail, last_text)
-        _check_sampled(turn_tail.syntax + tail.text[:blanks], last_text)
+        if cut_off or last_id in turn_tail.syntax_ids:
+            _check_sampled(turn_tail.syntax + tail.text[:blanks], last_text)
         return Cut(blanks)
     if turn_tail.unclear_stop:
         raise TemplateUnsupported("which token closes a turn depends on the conversation")
