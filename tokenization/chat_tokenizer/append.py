@@ -85,7 +85,7 @@ class Cut:
     """Whether the model sampled another token where the template prints `stop_text`."""
 
 
-def cut_tail(turn_tail: TurnTail, last_id: int, last_text: str, *, stopped: bool) -> Cut:
+def cut_tail(turn_tail: TurnTail, last_id: int, last_text: str, *, stopped: bool, cut_off: bool) -> Cut:
     """Cut a tail after what the model sampled of it, given the last sampled id.
 
     Example: the tail `<|im_end|>\n<|im_start|>user...` is cut after `<|im_end|>` if that was sampled, or if
@@ -96,19 +96,20 @@ def cut_tail(turn_tail: TurnTail, last_id: int, last_text: str, *, stopped: bool
         stopped: whether a stop token ended the turn. One that the template does not print after this turn
             stands for the template's own. It never stands for a token that opens the next message: where such
             a token alone ends the turn, nothing is replaced.
+        cut_off: whether something else than the model ended it.
 
     Raises:
         TemplateUnsupported: a stop token ended the turn, and the template may close it with another; or a
-            turn was cut off where the last id does not tell how much of the close was sampled.
+            turn was cut off where the last id does not tell how much of it was sampled.
     """
     tail, closing = turn_tail.tail, turn_tail.closing
     if turn_tail.after_stop and last_id != (turn_tail.own_stop and turn_tail.own_stop.id):
-        raise TemplateUnsupported("the close of a turn that was cut off depends on the turn: give `history`")
+        raise TemplateUnsupported("the close of a turn that was cut off is not shown: give `history`")
     if not stopped and last_id in turn_tail.unclear_ids:
         raise TemplateUnsupported("the last id does not tell how much of the turn's close was sampled")
     unclear = [turn_tail.unclear_stop] if stopped and turn_tail.unclear_stop else []
     # where the close holds no stop token, a token that opens the next message ends the turn
-    opening = turn_tail.tokens if stopped and not turn_tail.has_stop else ()
+    opening = turn_tail.tokens if stopped and not (closing and turn_tail.own_stop) else ()
     for token in [*(turn_tail.close_tokens or turn_tail.tokens[:1]), *unclear, *opening]:
         if token.id == last_id:
             return Cut(token.end, tail.text[token.start : token.end])
@@ -117,7 +118,10 @@ def cut_tail(turn_tail: TurnTail, last_id: int, last_text: str, *, stopped: bool
     stopped = stopped or stopped_as_last
     # a stop token that is also syntax of the turn, such as `</tool_call>`, does not replace the close
     if not stopped or last_id in turn_tail.syntax_ids:
-        return Cut(_sampled_blanks(turn_tail, last_text))
+        blanks = _sampled_blanks(turn_tail, last_text)
+        if cut_off or last_id in turn_tail.syntax_ids:
+            _check_sampled(turn_tail.syntax + tail.text[:blanks], last_text)
+        return Cut(blanks)
     if turn_tail.unclear_stop:
         raise TemplateUnsupported("which token closes a turn depends on the conversation")
     if not closing:
@@ -142,6 +146,24 @@ def _cut_without_close(turn_tail: TurnTail, last_text: str, stopped_as_last: boo
             "whether a stop token stands before or after the white space after a call is not shown"
         )
     return Cut(0)
+
+
+def _check_sampled(syntax: str, last_text: str) -> None:
+    """Check that a turn's own syntax ends with the last sampled text: if not, some of it was not sampled.
+
+    Example: `"}}` ends with `}}`, but `"}}</tool_call>` and `"}} #4` do not.
+
+    Raises:
+        TemplateUnsupported: it does not.
+    """
+    if text := last_text.strip():
+        # the last token may hold more than the syntax, before it or white space after it
+        end = syntax.strip().lstrip("\"'")
+        ends = end.endswith(text) or text.endswith(end)
+    else:
+        ends = not syntax or syntax.endswith(last_text)
+    if not ends:
+        raise TemplateUnsupported("the last id does not tell that all of the call's syntax was sampled")
 
 
 def _sampled_blanks(turn_tail: TurnTail, last_text: str) -> int:

@@ -315,16 +315,19 @@ class ChatTokenizer:
         options = RenderOptions(tools, add_generation_prompt, template_kwargs or {})
         self._template.refuse_merged(new_messages, history, options)
         turn_tail = self._discovery.turn_tail(new_messages, history, options)
-        stopped = not cut_off and (last_id in self.stop_ids or last_id == stop_reason)
-        close_ids, suffix_ids, notes = self._ids_after(turn_tail, last_id, stopped, limit)
+        is_stop = last_id in self.stop_ids or last_id == stop_reason
+        close_ids, suffix_ids, notes = self._ids_after(turn_tail, last_id, is_stop, cut_off, limit)
         limit.check(len(close_ids) + len(suffix_ids))
         return Appended(prompt_ids, list(close_ids), list(suffix_ids), notes)
 
-    def _ids_after(self, turn_tail: TurnTail, last_id: int, stopped: bool, limit: Limit) -> AppendedIds:
-        """The ids of the tail after a turn, given its last id and whether that ended it as a stop token."""
+    def _ids_after(
+        self, turn_tail: TurnTail, last_id: int, is_stop: bool, cut_off: bool, limit: Limit
+    ) -> AppendedIds:
+        """The ids of the tail after a turn, given its last id and whether that is a stop token."""
         shown = [last_id] if last_id < self.vocab_size else []
         last_text = b"".join(self.token_bytes(shown).values()).decode(errors="replace")
-        cut = cut_tail(turn_tail, last_id, last_text, stopped=stopped)
+        stopped = is_stop and not cut_off
+        cut = cut_tail(turn_tail, last_id, last_text, stopped=stopped, cut_off=cut_off)
         before = token_before(self._added, turn_tail, cut, last_id)
         return self._suffixes.get_or_make(
             turn_tail.key + digest(cut.position, cut.rewritten, before),

@@ -10,27 +10,11 @@ from chat_tokenizer.append import Appended
 from chat_tokenizer.chat import ChatTokenizer
 from chat_tokenizer.encoder import Encoder
 from chat_tokenizer.errors import TokenizationError
-from chat_tokenizer.messages import Message
+from chat_tokenizer.histories import ANY_TOOLS, Messages, assistant, call, result, user
+from chat_tokenizer.messages import Tools
 from chat_tokenizer.turns import MARK
 
-_USER: dict[str, Any] = {"role": "user", "content": "What is the weather in Paris?"}
-_NEXT: dict[str, Any] = {"role": "user", "content": "And in Rome?"}
-_TURN: dict[str, Any] = {"role": "assistant", "content": "Sunny."}
-_SYSTEM: dict[str, Any] = {"role": "system", "content": "You are brief."}
-_TOOLS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "get_weather",
-            "description": "Weather of a city",
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string"}},
-                "required": ["city"],
-            },
-        },
-    }
-]
+_USER, _NEXT, _TURN = user("What is the weather in Paris?"), user("And in Rome?"), assistant("Sunny.")
 # such as <|im_end|> (also with full-width bars), <|turn>, <turn|>, <start_of_turn>, </think>, [TOOL_CALLS]
 _ADDED_TOKEN = re.compile(
     r"<[|\uff5c][^<>|\uff5c\s]+[|\uff5c]>|<\|?[a-z_\"]+\|>|<\|[a-z_\"]+>|</?[a-z][a-z_]*>|</s>|<s>|\[/?[A-Z_]{3,}\]"
@@ -122,11 +106,11 @@ def check(tokenizer: ChatTokenizer) -> Report:
     """Examine a template. Refusals of the template are part of the report, not raised."""
     proof = tokenizer.prove()
     results = {name: _append(tokenizer, *each) for name, each in _conversations().items()}
-    content, call = (
+    content, called = (
         each if isinstance(each, Appended) else None
         for each in (results["content, user"], results["tool call, result"])
     )
-    printed = [each for each in (content, call) if each is not None]
+    printed = [each for each in (content, called) if each is not None]
     stops = [token for each in printed for token in each.close_ids[-1:]]
     first = [token for each in printed if not each.close_ids for token in each.suffix_ids[:1]]
     openings = [token for token in first if token in tokenizer.special_ids]
@@ -135,7 +119,7 @@ def check(tokenizer: ChatTokenizer) -> Report:
         source=tokenizer.source,
         renderer="engine" if tokenizer.engine_renders else "template",
         close=tokenizer.decode(content.close_ids) if content else None,
-        tool_close=tokenizer.decode(call.close_ids) if call else None,
+        tool_close=tokenizer.decode(called.close_ids) if called else None,
         stop_tokens=[tokenizer.decode([token]) for token in dict.fromkeys(stops)],
         opening_stops=[tokenizer.decode([token]) for token in dict.fromkeys(openings)],
         before_user=before if found else None,
@@ -152,36 +136,36 @@ def check(tokenizer: ChatTokenizer) -> Report:
     )
 
 
-def _conversations() -> dict[str, tuple[list[Message], list[Message], list[dict[str, Any]] | None]]:
+def _conversations() -> dict[str, tuple[Messages, Messages, Tools | None]]:
     """Conversations by name of their shape: history, new messages, tools."""
-    thinking = {**_TURN, "reasoning_content": "Let me see."}
-    parts = {
-        "role": "user",
-        "content": [{"type": "text", "text": "And in"}, {"type": "text", "text": "Rome?"}],
-    }
+    system = {"role": "system", "content": "You are brief."}
+    thinking = assistant("Sunny.", reasoning_content="Let me see.")
+    parts = user([{"type": "text", "text": "And in"}, {"type": "text", "text": "Rome?"}])
+    called, called_twice = assistant("", tool_calls=[call()]), assistant("", tool_calls=[call(), call(1)])
+    results = [result(index, "17 °C", name="alpha") for index in range(2)]
     return {
         "content, user": ([_USER, _TURN], [_NEXT], None),
-        "system, content, user": ([_SYSTEM, _USER, _TURN], [_NEXT], None),
+        "system, content, user": ([system, _USER, _TURN], [_NEXT], None),
         "reasoning, user": ([_USER, thinking], [_NEXT], None),
         "list content": ([_USER, _TURN], [parts], None),
-        "tool call, result": ([_USER, _turn_with_calls(1)], _results(1), _TOOLS),
-        "parallel calls, results": ([_USER, _turn_with_calls(2)], _results(2), _TOOLS),
-        "tool call, result, user": ([_USER, _turn_with_calls(1)], [*_results(1), _NEXT], _TOOLS),
+        "tool call, result": ([_USER, called], results[:1], ANY_TOOLS),
+        "parallel calls, results": ([_USER, called_twice], results, ANY_TOOLS),
+        "tool call, result, user": ([_USER, called], [*results[:1], _NEXT], ANY_TOOLS),
     }
 
 
 def _append(
-    tokenizer: ChatTokenizer, history: list[Message], new: list[Message], tools: list[dict[str, Any]] | None
+    tokenizer: ChatTokenizer, history: Messages, new: Messages, tools: Tools | None
 ) -> Appended | TokenizationError:
     """What is appended to a turn that was cut off, so with all of its close; or why nothing is."""
-    sampled = tokenizer.encode(_TURN["content"])
+    sampled = [tokenizer.vocab_size]  # it has no text, which would have to be the end of the turn's
     try:
         return tokenizer.append(sampled, new, history=history, tools=tools, finish_reason="length")
     except TokenizationError as error:
         return error
 
 
-def _append_only(tokenizer: ChatTokenizer, history: list[Message], new: list[Message]) -> bool:
+def _append_only(tokenizer: ChatTokenizer, history: Messages, new: Messages) -> bool:
     try:
         before = tokenizer.text(history, add_generation_prompt=False)
         return tokenizer.text([*history, *new]).startswith(before)
@@ -197,25 +181,6 @@ def _thinking_stripped(tokenizer: ChatTokenizer) -> bool | None:
         return MARK not in tokenizer.text([_USER, turn, _NEXT])
     except TokenizationError:
         return None
-
-
-def _turn_with_calls(count: int) -> dict[str, Any]:
-    calls = [
-        {
-            "id": f"call{index:05}",
-            "type": "function",
-            "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'},
-        }
-        for index in range(count)
-    ]
-    return {"role": "assistant", "content": "", "tool_calls": calls}
-
-
-def _results(count: int) -> list[Message]:
-    return [
-        {"role": "tool", "tool_call_id": f"call{index:05}", "name": "get_weather", "content": "17 °C"}
-        for index in range(count)
-    ]
 
 
 def table(report: Report) -> str:

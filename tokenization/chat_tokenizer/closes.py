@@ -13,13 +13,11 @@ from itertools import product, takewhile
 from chat_tokenizer.added_tokens import AddedTokens, Token, common_prefix_length
 from chat_tokenizer.cache import BoundedCache, digest
 from chat_tokenizer.errors import TemplateUnsupported, TokenizationError
-from chat_tokenizer.histories import ANY_TOOLS
+from chat_tokenizer.histories import ANY_TOOLS, result
 from chat_tokenizer.messages import Message, Tools
 from chat_tokenizer.new_texts import with_argument
 from chat_tokenizer.renderer import Append, Renderer, RenderOptions
 from chat_tokenizer.turns import MARK, PLACEHOLDER_USER, Tail, placeholder_context, render_tail
-
-_RESULT = {"role": "tool", "tool_call_id": "call00000"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,28 +40,34 @@ class Closes:
         self._added = added
         self._content_closes: BoundedCache[bytes, ContentClose] = BoundedCache(256)
 
-    def of_call(self, tail: Tail, close: ContentClose) -> tuple[int, int, frozenset[int]]:
-        """The close of a turn with tool calls: its start and end in the tail, and the ids of its tokens.
+    def of_call(self, tail: Tail, close: ContentClose) -> tuple[int, int, frozenset[int], bool]:
+        """The close of a turn with tool calls: its start and end in the tail, the ids of its tokens, and
+        whether the text before them is shown.
 
-        It starts with the white space after the calls, and with the words of the content close. Example: 12
-        and 23 in `</tool_call>\n<|im_end|>\n`, with the content close `<|im_end|>`.
+        It starts with the white space after the calls, and with the words of the content close, without which
+        its start is not shown. Example: 12 and 23 in `</tool_call>\n<|im_end|>\n`, with the content close
+        `<|im_end|>`.
         """
         start, end, closers = self._tokens_after_call(tail, close)
         first = next(iter(self._added.find(close.text, special=True)), None)
         words = close.text[: first.start if first else None].strip()
-        return len(tail.text[:start].rstrip().removesuffix(words).rstrip()), end, closers
+        before = tail.text[:start].rstrip()
+        shown = before.endswith(words) or words in tail.text[start:end]
+        return len(before.removesuffix(words).rstrip()), end, closers, shown
 
     def _tokens_after_call(self, tail: Tail, close: ContentClose) -> tuple[int, int, frozenset[int]]:
         """As `of_call`, without some of the text before the first token."""
         lead = tail.text[: tail.lead]
         shared = self._added.shared(lead, tail.text_if_last)
+        # where a message follows only: a token that opens messages too does not close the turn there
+        searched = lead[:shared] if close.closers & self._first_tokens else lead
         start = lead[:shared].rfind(close.text) if close.text.strip() else -1
         if start < 0 and close.closers:
-            start = lead.find(close.text)
+            start = searched.find(close.text)
         if start >= 0:
             return self._with_earlier_stop(lead, start, start + len(close.text), close.closers)
         # the text before the token that closes a turn may differ from turn to turn
-        stop = next((t for t in self._added.find(lead, special=True) if t.id == close.stop), None)
+        stop = next((t for t in self._added.find(searched, special=True) if t.id == close.stop), None)
         if stop is not None:
             return self._with_earlier_stop(lead, stop.start, stop.end, frozenset({stop.id}))
         if not tail.text_if_last:
@@ -173,15 +177,14 @@ class Closes:
                 return preamble, tools
         return [], None
 
-    def _text(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+    def _text(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, preamble: bool = True
+    ) -> str:
         """The rendering of messages, after the messages that the template needs; empty if it refuses them."""
-        return self._text_without_preamble(
-            [*self._setting[0], *messages], add_generation_prompt=add_generation_prompt
-        )
-
-    def _text_without_preamble(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+        before, tools = self._setting
         try:
-            return self._template.text(messages, RenderOptions(self._setting[1], add_generation_prompt))
+            whole = [*(before if preamble else []), *messages]
+            return self._template.text(whole, RenderOptions(tools, add_generation_prompt))
         except TokenizationError:
             return ""
 
@@ -192,7 +195,7 @@ class Closes:
         found = []
         texts = (
             self._text([{"role": "user", "content": MARK}], add_generation_prompt=False),
-            self._text_without_preamble([system, PLACEHOLDER_USER], add_generation_prompt=False),
+            self._text([system, PLACEHOLDER_USER], add_generation_prompt=False, preamble=False),
         )
         for text in texts:
             before, mark, after = text.partition(MARK)
@@ -205,18 +208,18 @@ class Closes:
 
     @cached_property
     def result_openers(self) -> frozenset[int]:
-        """Ids of the tokens that open a tool result: they stand between two results, never after both."""
+        """Ids of the tokens that open tool results only: they stand between two results, never after both."""
         texts = ("qZfirstZq", "qZsecondZq")
-        results = [
-            {"role": "tool", "tool_call_id": f"call0000{i}", "content": t} for i, t in enumerate(texts)
-        ]
+        results = [result(index, text) for index, text in enumerate(texts)]
         text = self._text([*placeholder_context(results), *results], add_generation_prompt=True)
         first, second = (text.rfind(word) for word in texts)
         if not 0 <= first < second:
             return frozenset()
         tokens = self._added.find(text, special=True)
         between = {token.id for token in tokens if first < token.start < second}
-        return frozenset(between - {token.id for token in tokens if token.start > second})
+        return frozenset(
+            between - {token.id for token in tokens if token.start > second} - self._first_tokens
+        )
 
     def closes_turn(self, token: int, in_call: bool) -> bool | None:
         """Whether a special token after a turn closes it; False if it opens the next message, else None.
@@ -246,13 +249,13 @@ class Closes:
 
     @cached_property
     def _after_call(self) -> list[set[int]]:
-        *_, turn = placeholder_context([_RESULT])
+        *_, turn = placeholder_context([result()])
         return self._special_after({**turn, "tool_calls": [with_argument(turn["tool_calls"][0], MARK)]})
 
     def _special_after(self, turn: Message) -> list[set[int]]:
         """Ids of the special tokens between a turn and a message, for each role that the template takes."""
         found = []
-        for following in (*({"role": role} for role in ("user", "assistant", "system")), _RESULT):
+        for following in (*({"role": role} for role in ("user", "assistant", "system")), result()):
             messages: list[Message] = [PLACEHOLDER_USER, turn, {**following, "content": "qZnextZq"}]
             text = self._text(messages, add_generation_prompt=False)
             between, printed, _ = text.partition(MARK)[2].partition("qZnextZq")

@@ -26,7 +26,6 @@ from chat_tokenizer.turns import (
     render_marked,
     render_tail,
     turn_context,
-    with_other_numbers,
 )
 
 _MAX_SECONDS_SHORTENING = 2.0
@@ -55,11 +54,9 @@ class TurnTail:
     nothing else closes it. The text before it is the same in both cases."""
     unclear_stop: Token | None
     """A stop token after the close, or in its place, that may close the turn or open the next message."""
-    has_stop: bool
-    """Whether a token in `closing` ends turns of the model. In Gemma 4's calls none does."""
     own_stop: Token | None
-    """The last of `closing` if there is such a token; without a close, the stop token that opens the next
-    message (GLM)."""
+    """The last of `closing` if one of them ends turns of the model (in Gemma 4's calls none does); without a
+    close, the stop token that opens the next message (GLM)."""
     unclear_ids: frozenset[int]
     """Ids that do not tell how much of the close was sampled: those in `close_tokens` that occur in it more
     than once, in the turn's own syntax, or at the end of the generation prompt too (Kimi K3); and the first
@@ -83,7 +80,7 @@ class TurnTail:
     def appends_as(self, other: "TurnTail") -> bool:
         """Whether the same ids are appended after every sampled id."""
         mine, others = (
-            (each.tail.text, each.blanks, each.tokens, each.close_tokens, each.closing)
+            (each.tail.text, each.blanks, each.tokens, each.close_tokens, each.closing, each.after_stop)
             for each in (self, other)
         )
         return mine == others
@@ -137,7 +134,10 @@ class Discovery:
         return self._template.syntax.complete or answers_calls(append.turn, append.new)
 
     def _tried(self, options: RenderOptions) -> bool:
-        """Whether the proof tested these arguments: at most one that the template reads, and its value."""
+        """Whether the proof tested these options: at most one argument that is read, and its value.
+
+        It tested none without a generation prompt.
+        """
         syntax = self._template.syntax
         read = {
             name: value
@@ -148,6 +148,8 @@ class Discovery:
         if effort and not syntax.complete and read == with_thinking(effort):
             read = effort
         if "documents" in options.kwargs or len(read) > 1 or not read.keys() <= syntax.kwargs.keys():
+            return False
+        if not options.add_generation_prompt and (read or not syntax.complete):
             return False
         return all(_is_in(value, tried_values(syntax, name)) for name, value in read.items())
 
@@ -218,17 +220,12 @@ class Discovery:
     def _after_history(self, key: bytes, append: Append, in_turn: TurnTail | None) -> TurnTail:
         """The tail after a whole history; `in_turn` is the tail after its last turn alone.
 
-        Mostly the two are equal, or differ in numbers. One rendering shows that if the turn's last text
-        occurs in it once.
+        Mostly the two are equal. One rendering shows that if the turn's last text occurs in it once.
         """
         text = self._template.text([*append.context, *append.new], append.options)
         start = _end_of_turn(text, append.turn, in_turn) if in_turn is not None else None
-        if in_turn is not None and start is not None:
-            if text[start:] == in_turn.tail.text:
-                return replace(in_turn, key=key)
-            counted = with_other_numbers(in_turn.whole, in_turn.syntax + text[start:])
-            if counted is not None:
-                return self._without_syntax(key, counted, append.options)
+        if in_turn is not None and start is not None and text[start:] == in_turn.tail.text:
+            return replace(in_turn, key=key)
         turn_tail, marked = self._find(key, append, in_turn)
         if not marked.agrees_with(text, turn_tail.tail.text):
             # the marker may stand for a text that the turn lacks: then only its stop token and the rest agree
@@ -250,7 +247,7 @@ class Discovery:
                 "what the template prints after a turn may depend on earlier messages: give `history` "
                 f"({proof.reason})"
             )
-        return replace(turn_tail, after_stop=locality is Locality.NEW_AFTER_STOP)
+        return replace(turn_tail, after_stop=turn_tail.after_stop or locality is Locality.NEW_AFTER_STOP)
 
     def tail_in(self, append: Append) -> TurnTail | None:
         """The tail of the turn; None if the template refuses the messages."""
@@ -300,10 +297,12 @@ class Discovery:
         """Take the turn's own syntax from a tail, and find the tokens that close the turn."""
         close = self.closes.of_content(options)
         # the token that closes a turn may open the next message too: only the close is searched
-        in_content = whole.text[: whole.lead].startswith(close.text)
-        start, end, closers = 0, len(close.text) if in_content else whole.lead, close.closers
+        start, end, closers, shown = 0, len(close.text), close.closers, True
+        if not whole.text[: whole.lead].startswith(close.text):
+            found = self._added.find(whole.text[: whole.lead])
+            end = next((token.end for token in found if token.id == close.stop), whole.lead)
         if whole.in_call:
-            start, end, closers = self.closes.of_call(whole, close)
+            start, end, closers, shown = self.closes.of_call(whole, close)
         tail = whole.without_start(start)
         lead = tail.text[: tail.lead]
         tokens = self._added.find(lead, special=True)
@@ -315,7 +314,9 @@ class Discovery:
         close_tokens = tuple(token for token in found if close_text[token.start : token.end].strip())
         syntax = frozenset(token.id for token in self._added.find(whole.text[:start]))
         stops = self._added.stop_ids
-        has_stop = any(token.id in stops for token in closing)
+        own_stop = last if any(token.id in stops for token in closing) else None
+        if not closing:
+            own_stop = next((token for token in tokens[:1] if token.id in stops), None)
         return TurnTail(
             key,
             whole,
@@ -325,10 +326,10 @@ class Discovery:
             close_tokens,
             self._stop_if_last(tail, last),
             unclear_stop,
-            has_stop,
-            closing[-1] if has_stop else next((t for t in tokens[:1] if not closing and t.id in stops), None),
+            own_stop,
             self._unclear_ids(tail, close_tokens, syntax),
             syntax,
+            not shown,
         )
 
     def _unclear_ids(
@@ -369,7 +370,7 @@ class Discovery:
             if token.start < end:
                 continue
             closes = self.closes.closes_turn(token.id, in_call)
-            if closes is None and token.id in stops:
+            if closes is None:
                 return closing, token
             if not closes:
                 break

@@ -79,6 +79,8 @@ PRINCIPAL_STEPS = (
     Step(_calls(1), [result(1), user("qn")]),
 )
 """The steps that are tried after every history."""
+UNANSWERED = Step(_calls(1), [user("qn")])
+"""A turn with a call that a user message follows."""
 
 
 def steps() -> Iterator[Step]:
@@ -87,6 +89,7 @@ def steps() -> Iterator[Step]:
     parts = [{"type": "text", "text": "qn"}, {"type": "text", "text": "qp"}]
     yield Step(assistant(), [user(parts)])
     yield Step(assistant(), [user("qn"), user("qp")])
+    yield Step(assistant("qn"), [user("qn")])  # the text of the turn
     yield Step(assistant(reasoning=WORD), [user("qn")])
     yield Step(assistant(), [user("qn"), assistant("qa"), user("qp")])
     yield Step(assistant(), [user("qn"), _calls(3), result(3), assistant("qa"), user("qp")])
@@ -99,7 +102,7 @@ def steps() -> Iterator[Step]:
     yield Step(_calls(1, 2, 3), [result(1), result(2, "qs"), result(3, "qt")])
     yield Step(_calls(1, content=" \n"), [result(1)])
     yield Step(_calls(1, content=None), [result(1)])
-    yield Step(_calls(1), [user("qn")])
+    yield UNANSWERED
     yield Step(_calls(1, 2), [result(2), result(1, "qs")])
     yield Step(_calls(1, 2), [result(1)])
     yield Step(_calls(1, 2, arguments={"r": "qv"}), [result(1), user("qn")])
@@ -139,6 +142,8 @@ def structures() -> Iterator[Messages]:
     yield [*exchange, user()]
     yield [system, *exchange, user()]
     yield [user(), user()]
+    yield [user("")]
+    yield [{"role": "system", "content": ""}, user()]
     yield [user("qn")]  # the text of the new message
     yield [user(), assistant(), assistant(), user()]
     yield [assistant(), user()]
@@ -221,7 +226,7 @@ def long_steps(syntax: Syntax) -> Iterator[Step]:
 
 
 def lengths(syntax: Syntax) -> Iterator[Messages]:
-    """Histories of more messages, turns and calls, and of longer texts, than the template's largest number.
+    """Histories of more messages, turns and calls, and of longer texts, than the template's numbers together.
 
     The number of messages is even and odd, and equal to each of the template's numbers.
     """
@@ -231,7 +236,7 @@ def lengths(syntax: Syntax) -> Iterator[Messages]:
         for messages in range(max(number - 3, 1), number + 1):
             alternating = [user(), *([assistant(), user()] * ((messages - 1) // 2))]
             yield alternating if messages % 2 else [system, *alternating]
-    count = _largest(syntax) + 2
+    count = sum(syntax.numbers) + 2
     exchanges = [message for _ in range(count) for message in (user(), assistant())]
     yield [*exchanges, user()]
     yield [{"role": "system", "content": WORD}, *exchanges, user()]
@@ -245,12 +250,8 @@ def lengths(syntax: Syntax) -> Iterator[Messages]:
 
 
 def _long_text(syntax: Syntax) -> str:
-    """A text of more characters, words and lines than the template's largest number."""
-    return f"{WORD}\n" * (_largest(syntax) + 2)
-
-
-def _largest(syntax: Syntax) -> int:
-    return max(syntax.numbers, default=0)
+    """A text of more characters, words and lines than the template's numbers together."""
+    return f"{WORD}\n" * (sum(syntax.numbers) + 2)
 
 
 def _other_roles(syntax: Syntax) -> Sequence[str]:

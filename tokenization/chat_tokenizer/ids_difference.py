@@ -1,8 +1,6 @@
 """Where two lists of ids differ: the hunks that turn one into the other.
 
-Law, for all lists: the hunks are in order and do not overlap, and
-
-    apply(left, difference(left, right)) == right
+Law, for all lists: the hunks are in order and do not overlap, and with each in its place `left` is `right`.
 
 Two renderings of one conversation are equal almost everywhere, so the search is greedy: after a difference
 it looks for the next run of equal ids in windows that grow. That takes time linear in the ids if the
@@ -44,16 +42,6 @@ def difference(left: Sequence[int], right: Sequence[int]) -> list[Hunk]:
         skipped, added = _next_run(one[i:], two[j:])
         hunks.append(Hunk(i, i + skipped, two[j : j + added].tolist()))
         i, j = i + skipped, j + added
-
-
-def apply(left: Sequence[int], hunks: Sequence[Hunk]) -> list[int]:
-    """The list into which the hunks turn `left`."""
-    result: list[int] = []
-    copied = 0
-    for hunk in hunks:
-        result += [*left[copied : hunk.start], *hunk.ids]
-        copied = hunk.end
-    return [*result, *left[copied:]]
 
 
 def common_prefix(one: Ids, two: Ids) -> int:

@@ -2,9 +2,9 @@
 
 A smaller context may replace the real history only if the result is proved to be the same. The proof compares
 renderings: the template is rendered after histories that hold every string that its source compares with,
-more messages than its largest number, repeated, re-ordered and missing results, each role, tools and template
-arguments (`chat_tokenizer.histories`). If the text after the turn always equals the text after the smaller
-context, the template is local.
+more messages than its numbers together, repeated, re-ordered and missing results, each role, tools and
+template arguments (`chat_tokenizer.histories`). If the text after the turn always equals the text after the
+smaller context, the template is local.
 
 The audit covers cases that the proof does not test: it compares a share of the appends with renderings of the
 whole history.
@@ -28,6 +28,7 @@ from chat_tokenizer.cache import digest
 from chat_tokenizer.histories import (
     ANY_TOOLS,
     PRINCIPAL_STEPS,
+    UNANSWERED,
     WORD,
     Messages,
     Step,
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from chat_tokenizer.discovery import Discovery, TurnTail
 
 log = logging.getLogger("tokenproxy")
-PROOF_VERSION = 5
+PROOF_VERSION = 6
 """Part of the key of a stored proof. Raise it when the proof changes."""
 MAX_SECONDS = 30.0
 """CPU time in seconds after which a template counts as not local. Most proofs take less than 1 s."""
@@ -127,8 +128,10 @@ def prove(tails: "Discovery", syntax: Syntax, max_seconds: float = MAX_SECONDS) 
         return _not_local("its source cannot be parsed")
     if len(syntax.strings) > _MAX_STRINGS:
         return _not_local(f"its source compares with {len(syntax.strings)} strings, too many to try")
-    if max(syntax.numbers, default=0) > _MAX_NUMBER:
-        return _not_local(f"its source compares with a number above {_MAX_NUMBER}, too large to try")
+    if sum(syntax.numbers) > _MAX_NUMBER:
+        return _not_local(f"its source compares with numbers above {_MAX_NUMBER} together, too large to try")
+    if syntax.untried:
+        return _not_local(f"its source uses {', '.join(syntax.untried)}, whose results cannot all be tried")
     cases = _cases(syntax) if syntax.complete else _cases_without_source(syntax)
     return _Prover(tails, max_seconds).prove(cases)
 
@@ -195,57 +198,52 @@ class _Prover:
 
 def _cases(syntax: Syntax) -> Iterator[_Case]:
     plain, with_tools = RenderOptions(), RenderOptions(ANY_TOOLS)
+    two_steps, question = PRINCIPAL_STEPS[:2], [user()]
     every_structure = [*structures(), *lengths(syntax), *with_roles(syntax)]
-    for history, step in product(with_fields(syntax), PRINCIPAL_STEPS[:2]):
-        yield history, step, plain
+    yield from product(with_fields(syntax), two_steps, [plain])
     for step in steps():
-        for history in [[user()], *every_structure]:
-            yield history, step, plain
+        yield from product([question, *every_structure], [step], [plain])
         # a template may refuse conversations without tools
-        yield [user()], step, with_tools
-    for step in steps_with_strings(syntax):
-        yield [user()], step, plain
+        yield question, step, with_tools
+    yield from product([question], steps_with_strings(syntax), [plain])
     for string in syntax.strings:
-        for history, step in product(with_string(string), PRINCIPAL_STEPS[:2]):
-            yield history, step, plain
-        for history, step in product(with_text(string), PRINCIPAL_STEPS[:2]):
-            yield history, step, with_tools
-        for step, history in product(steps_with_new_string(string), with_text(WORD)):
-            yield history, step, plain
-    for history, step in product(with_strings(syntax), PRINCIPAL_STEPS[:2]):
-        yield history, step, plain
-    for history, step in product(structures(), long_steps(syntax)):
-        yield history, step, plain
-    for options in (with_tools, RenderOptions(_TWO_TOOLS), RenderOptions(None, False)):
-        for history, step in product(every_structure, PRINCIPAL_STEPS):
-            yield history, step, options
-    for name in syntax.kwargs:
-        for value in tried_values(syntax, name):
-            for history, step in product(structures(), PRINCIPAL_STEPS[:2]):
-                yield history, step, RenderOptions(ANY_TOOLS, True, {name: value})
-        for value, step in product(tried_values(syntax, name), PRINCIPAL_STEPS[:2]):
-            # a string in the system message, or in the last one
-            texts = chain.from_iterable(islice(with_text(string), 3) for string in syntax.strings)
-            for history in chain(texts, lengths(syntax)):
-                yield history, step, RenderOptions(None, True, {name: value})
+        yield from product(with_string(string), two_steps, [plain])
+        yield from product(with_text(string), two_steps, [with_tools])
+        yield from product(with_text(WORD), steps_with_new_string(string), [plain])
+    yield from product(with_strings(syntax), two_steps, [plain])
+    yield from product(structures(), long_steps(syntax), [plain])
+    without_prompt = [RenderOptions(tools, False) for tools in (None, ANY_TOOLS)]
+    for options in (with_tools, RenderOptions(_TWO_TOOLS), *without_prompt):
+        yield from product(every_structure, PRINCIPAL_STEPS, [options])
+    for kwargs in _tried_kwargs(syntax):
+        options = RenderOptions(ANY_TOOLS, True, kwargs)
+        yield from product(structures(), two_steps, [options])
+        yield from product([question], steps(), [options])
+        # a string in the system message, or in the last one
+        texts = chain.from_iterable(islice(with_text(string), 3) for string in syntax.strings)
+        yield from product(chain(texts, lengths(syntax)), two_steps, [RenderOptions(None, True, kwargs)])
 
 
 def _cases_without_source(syntax: Syntax) -> Iterator[_Case]:
     """Some hundred cases, for a renderer without a source, which takes milliseconds for each."""
     plain, with_tools = RenderOptions(), RenderOptions(ANY_TOOLS)
+    two_steps, question = PRINCIPAL_STEPS[:2], [user()]
     every_structure = [*structures(), *lengths(syntax), *with_roles(syntax)]
-    few = [[user()], *islice(structures(), 0, None, 5)]
-    answering = (step for step in steps() if answers_calls(step.turn, step.new))
-    for step, history, options in product(answering, few, (plain, with_tools)):
-        yield history, step, options
-    for step, history, options in product(PRINCIPAL_STEPS, every_structure, (plain, with_tools)):
-        yield history, step, options
+    few = [question, *islice(structures(), 0, None, 5)]
+    answering = [step for step in steps() if answers_calls(step.turn, step.new)]
+    yield from product(few, answering, [plain, with_tools])
+    yield from product(every_structure, PRINCIPAL_STEPS, [plain, with_tools])
     for string in syntax.strings:
-        for history, step in product(with_text(string), PRINCIPAL_STEPS[:2]):
-            yield history, step, with_tools
-    for name in syntax.kwargs:
-        for value, history, step in product(tried_values(syntax, name), few, PRINCIPAL_STEPS[:2]):
-            yield history, step, RenderOptions(ANY_TOOLS, True, with_thinking({name: value}))
+        yield from product(with_text(string), two_steps, [with_tools])
+    for kwargs in _tried_kwargs(syntax):
+        options = RenderOptions(ANY_TOOLS, True, with_thinking(kwargs))
+        yield from product(few, two_steps, [options])
+        yield question, UNANSWERED, options
+
+
+def _tried_kwargs(syntax: Syntax) -> Iterator[dict[str, object]]:
+    """Each template argument alone, with each value that the proof tests."""
+    return ({name: value} for name in syntax.kwargs for value in tried_values(syntax, name))
 
 
 def answers_calls(turn: Message, new: Sequence[Message]) -> bool:

@@ -56,6 +56,9 @@ class Syntax:
     """Variables that a request may set, each with the constants that it is compared with."""
     time_formats: tuple[str, ...] = ()
     """The formats in which the template prints the time; one with microseconds replaces unknown ones."""
+    untried: tuple[str, ...] = ()
+    """Tests of the characters of a text and operations with numbers whose results depend on more than the
+    constants of the source: `isdigit`, `Mul`."""
     parsed: bool = True
     """Whether the source could be parsed."""
     complete: bool = True
@@ -105,7 +108,8 @@ def read_syntax(source: str) -> Syntax:
         if isinstance(node.arg, nodes.Const) and isinstance(node.arg.value, str):
             fields[node.arg.value] = None
     numbers_in_order, compared = tuple(sorted(numbers)), _compared_with(tree, kwargs)
-    return Syntax(tuple(strings), numbers_in_order, tuple(fields), compared, tuple(_time_formats(tree)))
+    times, untried = tuple(_time_formats(tree)), tuple(dict.fromkeys(_untried(tree)))
+    return Syntax(tuple(strings), numbers_in_order, tuple(fields), compared, times, untried)
 
 
 def join_syntaxes(syntaxes: Sequence[Syntax]) -> Syntax:
@@ -120,6 +124,7 @@ def join_syntaxes(syntaxes: Sequence[Syntax]) -> Syntax:
         tuple(dict.fromkeys(field for syntax in syntaxes for field in syntax.fields)),
         {name: tuple(values) for name, values in sorted(kwargs.items())},
         tuple(dict.fromkeys(time for syntax in syntaxes for time in syntax.time_formats)),
+        tuple(dict.fromkeys(name for syntax in syntaxes for name in syntax.untried)),
         all(syntax.parsed for syntax in syntaxes),
     )
 
@@ -133,6 +138,21 @@ def _time_formats(tree: nodes.Template) -> Iterator[str]:
     for name in tree.find_all(nodes.Name):
         if name.name == "strftime_now" and name.ctx == "load":
             yield constants.get(id(name), _UNKNOWN_TIME_FORMAT)
+
+
+def _untried(tree: nodes.Template) -> Iterator[str]:
+    """See `Syntax.untried`."""
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr) and call.node.attr.startswith("is"):
+            yield call.node.attr
+    for node in tree.find_all((nodes.Filter, nodes.Test)):
+        if node.name in (("int", "float") if isinstance(node, nodes.Filter) else ("upper", "lower")):
+            yield node.name
+    for product in tree.find_all((nodes.Mul, nodes.Pow, nodes.Div, nodes.FloorDiv)):
+        # `'  ' * depth` repeats a text
+        operands = (product.left, product.right)
+        if not any(isinstance(each, nodes.Const) and isinstance(each.value, str) for each in operands):
+            yield type(product).__name__
 
 
 def _deciding_values(tree: nodes.Template) -> Iterator[object]:

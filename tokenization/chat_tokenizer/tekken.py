@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from chat_tokenizer.errors import TokenizerUnavailable
+from chat_tokenizer.token_bytes import byte_alphabet
 
 NAME = "tekken.json"
 _SPECIAL_TOKENS = (
@@ -48,7 +49,7 @@ def _backend(ranks: dict[bytes, int], special: list[str], pattern: str) -> Any:
     """The tokenizer of the ranks; a token's id is its rank after the special tokens."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    letters = _letters()
+    letters = {byte: letter for letter, byte in byte_alphabet().items()}
     names = {token: "".join(letters[byte] for byte in token) for token in ranks}
     vocabulary = {text: number for number, text in enumerate(special)}
     vocabulary |= {names[token]: rank + len(special) for token, rank in ranks.items()}
@@ -69,10 +70,3 @@ def _backend(ranks: dict[bytes, int], special: list[str], pattern: str) -> Any:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
     return backend
-
-
-def _letters() -> list[str]:
-    """The letter with which byte-level BPE spells each byte (GPT-2's `bytes_to_unicode`)."""
-    shown = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in shown else next(others)) for byte in range(256)]

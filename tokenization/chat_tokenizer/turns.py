@@ -175,19 +175,6 @@ def _guided(guide: Tail, text: str) -> Tail | None:
     return None
 
 
-def with_other_numbers(guide: Tail, text: str) -> Tail | None:
-    """The tail with this text, if it differs from a guide only in numbers in the header; None if not.
-
-    Example: a guide's header `<|im_start|>tool\\nResult 1: ` and a text that has `Result 12: ` there.
-    """
-    tail = _guided(guide, text)
-    if tail is None or tail.text[tail.lead :] != guide.text[guide.lead :]:
-        return None
-    numbers = re.compile(r"[0-9]+")
-    leads = (numbers.sub("0", each.text[: each.lead]) for each in (guide, tail))
-    return tail if next(leads) == next(leads) else None
-
-
 def render_marked(template: Renderer, append: Append, marks: Marks | None = None) -> Marked:
     """Render a context and new messages, with a marker in the turn.
 

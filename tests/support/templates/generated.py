@@ -40,7 +40,7 @@ _EOS, _OTHER, _LAST = "</s>", "<|other|>", "<|return|>"
 _ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 _SPECIAL = (
     *("<unk>", "<s>", _EOS, _OTHER, _LAST, "<|start|>", "<|end|>", "<|done|>", "<|called|>", "<|bos|>"),
-    *_ROLES,
+    *("<|sep|>", *_ROLES),
 )
 _PLAIN = ("<call>", "</call>")
 _TOKEN = re.compile("|".join(map(re.escape, _SPECIAL)))
@@ -49,6 +49,7 @@ _HEADERS = {
     "role": "'<|' + %s + '|>'",
     "text": "%s + ':'",
     "instruction": "('[/INST] ' if %s == 'assistant' else '<s>[INST] ')",
+    "close": "'<|end|>' + %s + '<|sep|>'",
 }
 _TWO_CALLS = assistant("", tool_calls=[call(1, "Bern"), call(2, "Oslo")])
 _CONVERSATIONS: dict[str, tuple[list[Message], list[Message]]] = {
@@ -69,11 +70,14 @@ class Recipe:
     own: str
     """A message of its own before the first one: `always`, `without system` or empty."""
     header: str
+    """What opens messages; `close`: the token that mostly closes them."""
     after_header: str
     trims: bool
     """Whether it prints content without white space around it."""
     space: str
     """The text between a turn and its close."""
+    number: str
+    """An expression for a number between that text and the close; may be empty."""
     close: str
     closed: str
     """Which messages have a close: `all`, those of the `assistant`, those `between` others; or all, and the
@@ -104,6 +108,7 @@ class Recipe:
             close = "{% if not loop.last %}" + close + "{% endif %}"
         elif self.closed == "last differs":
             close = "{% if loop.last %}" + _shown(_LAST) + "{% else %}" + close + "{% endif %}"
+        number = "{{ '#' ~ (" + self.number + ") }}" if self.number else ""
         separator = _shown(self.separator)
         if not self.separated:
             separator = "{% if not loop.last %}" + separator + "{% endif %}"
@@ -119,7 +124,7 @@ class Recipe:
                 "{{ m.content | trim }}" if self.trims else "{{ m.content }}",
                 "{% if m.role == 'assistant' %}",
                 *(self._calls(begin), "{% if not m.tool_calls %}", _shown(begin), "{% endif %}"),
-                *(_shown(self.space), close, eos, _shown(end)),
+                *(_shown(self.space), number, close, eos, _shown(end)),
                 "{% else %}",
                 others,
                 "{% endif %}",
@@ -171,10 +176,11 @@ RECIPES = st.builds(
     Recipe,
     vocabulary=st.sampled_from(list(VOCABULARIES)),
     own=st.sampled_from(["", "", "always", "without system"]),
-    header=st.sampled_from(list(_HEADERS)),
+    header=st.sampled_from([*list(_HEADERS)[:-1] * 2, "close"]),
     after_header=st.sampled_from(["", "\n", " "]),
     trims=st.booleans(),
     space=st.one_of(_BLANKS, st.sampled_from(["END", " END", "\nEND"])),
+    number=st.sampled_from([*[""] * 17, "loop.index", "messages | length", "(m.tool_calls or []) | length"]),
     close=st.sampled_from(["<|end|>", "<|end|>", _EOS, "<|done|><|end|>", "<|done|>\n<|end|>", ""]),
     closed=st.sampled_from(["all", "all", "assistant", "between", "last differs"]),
     eos_between=st.booleans(),

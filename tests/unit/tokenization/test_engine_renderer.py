@@ -78,7 +78,7 @@ def test_append_ends_as_the_engines_rendering(
     assert appended.close_ids == []
     assert whole[-len(appended.suffix_ids) :] == appended.suffix_ids
     assert whole[-len(appended.suffix_ids) - 1] == token_id(tokenizer, "<|end|>")
-    cut = tokenizer.append([65], new, history=[_QUESTION, turn], finish_reason="length")
+    cut = tokenizer.append(tokenizer.encode("}"), new, history=[_QUESTION, turn], finish_reason="length")
     assert cut.suffix_ids == appended.suffix_ids
 
 

@@ -78,7 +78,7 @@ _TEMPLATES: dict[str, tuple[str, Locality, Locality, str]] = {
         _prompt_if("messages | length > 1 and messages[-2].content.endswith('?')"),
         NEW, HISTORY, r"the text of the turn decides what is printed: .*, assistant 'qw [?]'",
     ),
-    "huge number": (_prompt_if("messages | length > 10 ** 30"), HISTORY, HISTORY, "above 128, too large"),
+    "huge number": (_prompt_if("messages | length > 10 ** 30"), HISTORY, HISTORY, "above 128 together"),
     "too many strings": (
         LOCAL + "{% if x in " + repr([f"s{number}" for number in range(151)]) + " %}{% endif %}",
         HISTORY, HISTORY, "^its source compares with 151 strings, too many to try$",
@@ -113,12 +113,14 @@ _REST = "\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_audit_compares_with_the_turn_as_it_is() -> None:
-    """What no marker shows and no history of the proof has: here a turn whose text is a number."""
-    tokenizer = tokenizer_with(_prompt_if("messages | length > 1 and messages[-2].content.isdigit()"))
+    """What no marker shows and no history of the proof has: here a turn whose second letter comes twice."""
+    turn = "messages[-2].content"
+    repeats = f"messages | length > 1 and {turn}[2:3] and {turn}[1:2] == {turn}[2:3]"
+    tokenizer = tokenizer_with(_prompt_if(repeats))
     assert tokenizer.prove().after_messages is NEW
     history: list[dict[str, Any]] = [user("Hi"), {"role": "assistant", "content": "Hello."}]
     options = RenderOptions(None, True, {})
     assert tokenizer._discovery.refutation([user("And?")], history, options) is None
-    history[1]["content"] = "17"
+    history[1]["content"] = "Meet"
     assert tokenizer._discovery.refutation([user("And?")], history, options) is not None
     assert tokenizer.prove().after_messages is HISTORY
