@@ -19,7 +19,7 @@ from tokenproxy.base.http import Request, Response, json_response, query_pairs, 
 from tokenproxy.monitoring.exchange import waiting
 from tokenproxy.record import feed
 from tokenproxy.record.feed import Acknowledged, Consumer
-from tokenproxy.record.store import Store
+from tokenproxy.record.store import LAST_POSITION, Store
 from tokenproxy.samples.feed import (
     FeedFilter,
     FeedStep,
@@ -202,9 +202,9 @@ async def _read_or_wait(requested: _FeedRequest, tenant: str, services: Services
     store, watch = services.store, services.history.feed_watch
     deadline = time.monotonic() + requested.wait_s
     start = await _start(requested, tenant, store)
-    end = (await store.feed(2**62, limit=0)).end
+    end = (await store.feed(LAST_POSITION, limit=0)).end
     # a store that was lost may have given greater positions
-    position = min(start, (await store.feed(2**62, limit=0, tenant=tenant)).end)
+    position = min(start, (await store.feed(LAST_POSITION, limit=0, tenant=tenant)).end)
     while True:
         step = await read_step(
             store, position, requested.limit, requested.selected, requested.shared, asyncio.to_thread
@@ -221,7 +221,7 @@ async def _read_or_wait(requested: _FeedRequest, tenant: str, services: Services
                 grown = await watch.wait(end, min(left, _STOP_CHECK_S))
         if time.monotonic() > deadline:
             return step
-        end = (await store.feed(2**62, limit=0)).end
+        end = (await store.feed(LAST_POSITION, limit=0)).end
 
 
 async def _start(requested: _FeedRequest, tenant: str, store: Store) -> int:
