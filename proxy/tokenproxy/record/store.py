@@ -54,6 +54,8 @@ LAST_POSITION = 2**62
 Time = Annotated[float, msgspec.Meta(ge=0.0, lt=LATEST_S)]
 """Seconds since the epoch."""
 Position = Annotated[int, msgspec.Meta(ge=0, lt=LAST_POSITION)]
+MOST_BYTES = 2**42
+"""More than a store holds: a larger size is damaged."""
 Reward = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 
 _NAME_CHARACTERS = 300
@@ -145,7 +147,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """When a turn was last added or matched or its description last saved, in seconds since the epoch. Given
     by the store: unique, and ascending even if the clock is set back."""
     turns: int = 0
-    size: int = 0
+    size: Annotated[int, msgspec.Meta(lt=MOST_BYTES)] = 0
     """Bytes its turns and its description take in the store, which may compress them."""
     defaults: bytes = b"{}"
     """JSON object: fields of a chat request that apply where a request does not set them."""

@@ -30,7 +30,7 @@ they use. That matters while a cluster moves the slot to another server: part of
 command with several keys that are on neither is refused (`TRYAGAIN`) until the slot has moved.
 """
 
-from tokenproxy.record.store import FOUND_AT_MOST, LAST_POSITION, LATEST_S
+from tokenproxy.record.store import FOUND_AT_MOST, LAST_POSITION, LATEST_S, MOST_BYTES
 
 PREFIX = b"tokenproxy:"
 SESSIONS = PREFIX + b"{sessions}:"
@@ -167,8 +167,13 @@ return entries
 """Keys: as `ADD`. Reply: turn, packed entries, turn, ..."""
 
 _SPACE = """
+local function add(bytes)
+    local held = tonumber(redis.call('GET', KEYS[3]) or 0)
+    held = held and math.abs(held) < 2^53 and held or 0  -- it is damaged
+    redis.call('SET', KEYS[3], string.format('%.0f', held + bytes))
+end
 local function drop(name)
-    redis.call('DECRBY', KEYS[3], redis.call('HSTRLEN', KEYS[1], name))
+    add(0 - redis.call('HSTRLEN', KEYS[1], name))
     redis.call('HDEL', KEYS[1], name)
     redis.call('ZREM', KEYS[2], name)
 end
@@ -188,7 +193,7 @@ local held = last > tonumber(now) and redis.call('HGET', KEYS[1], name) or ''
 if (before and held ~= before) or #value > tonumber(most) then
     return 0
 end
-redis.call('INCRBY', KEYS[3], #value - redis.call('HSTRLEN', KEYS[1], name))
+add(#value - redis.call('HSTRLEN', KEYS[1], name))
 redis.call('HSET', KEYS[1], name, value)
 redis.call('ZADD', KEYS[2], expires, name)
 while tonumber(redis.call('GET', KEYS[3])) > tonumber(most) do
@@ -238,9 +243,14 @@ local function highest(name, beyond)
     return redis.call('ZREVRANGEBYSCORE', name, below, 0, 'WITHSCORES', 'LIMIT', 0, 1)[2]
 end
 local beyond, latest = {LAST_POSITION}, {LATEST_S:.0f}
+local function grow(name, field, number)
+    local held = sound(redis.call('HGET', name, field), {MOST_BYTES})
+    redis.call('HSET', name, field, string.format('%.0f', held + number))
+    return held + number
+end
 """
 """`sound` replaces a damaged number by 0: a text, or one beyond what it may be. `highest` returns the highest
-score of a sorted set below a number."""
+score of a sorted set below a number, `grow` adds to a number in a hash."""
 
 _TOUCH = (
     _SOUND
@@ -263,7 +273,7 @@ SAVE = (
     + """
 local turns, bytes, ambiguous, tenant, explicit, created, defaults, overrides, metadata = unpack(ARGV, 3)
 local before = redis.call('HMGET', name, 'turns', 'bytes', 'tenant', 'defaults', 'overrides', 'metadata')
-local more, size = turns == '' and 0 or math.max(0, turns - (before[1] or 0)), 0
+local more, size = turns == '' and 0 or math.max(0, turns - sound(before[1], beyond)), 0
 if not before[3] or turns == '' then
     if before[3] and before[3] ~= tenant then
         redis.call('ZREM', p .. 'used:' .. before[3], rollout)
@@ -276,16 +286,16 @@ elseif more > 0 then
     touch(before[3])
 end
 if more > 0 then
-    local grown = math.max(0, bytes - (before[2] or 0))
-    redis.call('HINCRBY', name, 'turns', more)
-    redis.call('HINCRBY', name, 'bytes', grown)
+    local grown = math.max(0, bytes - sound(before[2], beyond))
+    grow(name, 'turns', more)
+    grow(name, 'bytes', grown)
     size = size + grown
     if ambiguous == '1' then
         redis.call('HSET', name, 'ambiguous', 1)
     end
 end
-redis.call('HINCRBY', name, 'size', size)
-return redis.call('HINCRBY', p .. 'totals', 'size', size)
+grow(name, 'size', size)
+return grow(p .. 'totals', 'size', size)
 """
 )
 """Arguments: rollout, now; the reply of `ADD`, or '' twice to describe the session; 1 if it is ambiguous;
@@ -344,12 +354,12 @@ local tenant, size, pinned_until = unpack(redis.call('HMGET', name, 'tenant', 's
 if not tenant or tonumber(sound(pinned_until, latest)) > tonumber(ARGV[2]) then
     return 0
 end
--- before HINCRBY: if its memory is full, a server refuses that as a first change
+-- before HSET: if its memory is full, a server refuses that as a first change
 redis.call('DEL', name)
 for _, list in ipairs({'used', 'used:' .. tenant, 'feed', 'feed:' .. tenant}) do
     redis.call('ZREM', p .. list, rollout)
 end
-redis.call('HINCRBY', p .. 'totals', 'size', 0 - sound(size, beyond))
+grow(p .. 'totals', 'size', 0 - sound(size, beyond))
 redis.call('SADD', p .. 'removed', rollout)
 return 1
 """
@@ -394,7 +404,7 @@ local position = string.format('%.0f', math.max(tonumber(now), last + 1))
 redis.call('HSET', p .. 'totals', 'last', position)
 redis.call('ZADD', p .. 'feed', position, rollout)
 redis.call('ZADD', p .. 'feed:' .. tenant, position, rollout)
-redis.call('HSET', name, 'finished_turns', turns, 'revision', (revision or 0) + 1, 'cause', cause,
+redis.call('HSET', name, 'finished_turns', turns, 'revision', sound(revision, beyond) + 1, 'cause', cause,
     'position', position)
 return 1
 """

@@ -19,6 +19,7 @@ from tokenproxy.record.store import (
     FOUND_AT_MOST,
     LAST_POSITION,
     LATEST_S,
+    MOST_BYTES,
     Before,
     Candidate,
     CandidateGroup,
@@ -199,6 +200,10 @@ def question_marks(values: Sequence[object]) -> str:
     return ", ".join("?" * len(values))
 
 
+def _is_below(value: object, end: int) -> bool:
+    return isinstance(value, int) and 0 <= value < end
+
+
 def totals(connection: sqlite3.Connection, *, restore: bool = False) -> tuple[int, int]:
     """Bytes of turns and descriptions, and the last position of the feed. Added up if they are damaged.
 
@@ -206,9 +211,9 @@ def totals(connection: sqlite3.Connection, *, restore: bool = False) -> tuple[in
         restore: write them again then.
     """
     rows = connection.execute("SELECT size, last FROM totals").fetchall()
-    if len(rows) == 1 and isinstance(rows[0][0], int) and rows[0][1] in range(LAST_POSITION):
+    if len(rows) == 1 and _is_below(rows[0][0], MOST_BYTES) and _is_below(rows[0][1], LAST_POSITION):
         return rows[0][0], rows[0][1]
-    size = "SELECT coalesce(sum(size), 0) FROM sessions WHERE typeof(size) = 'integer'"
+    size = f"SELECT coalesce(sum(size), 0) FROM sessions WHERE size BETWEEN 0 AND {MOST_BYTES}"
     last = f"SELECT coalesce(max(position), 0) FROM sessions WHERE {PLACED}"
     found: tuple[int, int] = connection.execute(f"SELECT ({size}), ({last})").fetchone()
     if restore:

@@ -18,7 +18,7 @@ from tests.support.store_utils import add, digest_of, entry, make_turn, opened, 
 from tokenproxy.fleet.shared import SharedError
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record import feed
-from tokenproxy.record.store import Cause, Limits, Store, StoreError
+from tokenproxy.record.store import Cause, Limits, RecordRefused, Store, StoreError
 from tokenproxy.samples.feed import FeedFilter, read_step
 from tokenproxy.samples.turn_json import traces_of
 from tokenproxy.store.fleet_words import StoredWords
@@ -178,6 +178,7 @@ _OF_SESSIONS: dict[str, tuple[str, bytes]] = {
     "a position beyond all": ("position", b"9223372036854775807"),
     "a time that never comes": ("used", b"inf"),
     "a number that is text": ("turns", b"x"),
+    "a size beyond all": ("size", b"9223372036854775807"),
 }
 _OF_VALUES = {"no value": b"zjunk", "no consumer": b"=\xff", "nothing": b"", "another time": b"=\x92\x01\xc0"}
 
@@ -235,6 +236,8 @@ async def test_a_damaged_session_is_left_out(
     health = guarded.health()
     assert (health.state, health.unreadable, health.unreadable_records) == ("ok", 1, ["session b"])
     assert caplog.text.count("session b is damaged") == 1
+    await add(store, turn := make_turn("b"))
+    assert turn in await store.turns("b") and guarded.health().state == "ok"
     await store.aclose()
 
 
@@ -270,7 +273,11 @@ async def test_a_damaged_value_is_left_out_until_it_is_written_again(shared_url:
 
 @pytest.mark.parametrize(
     "damage",
-    ["DELETE FROM totals", "UPDATE totals SET last = 9223372036854775807", "UPDATE totals SET size = 'x'"],
+    [
+        "DELETE FROM totals",
+        "UPDATE totals SET last = 9223372036854775807",
+        "UPDATE totals SET size = 'x', last = 'x'",
+    ],
 )
 async def test_totals_that_are_damaged_are_restored(sqlite_url: str, damage: str) -> None:
     async with opened(sqlite_url) as store:
@@ -284,6 +291,24 @@ async def test_totals_that_are_damaged_are_restored(sqlite_url: str, damage: str
         assert await store.held_bytes() == held.size  # type: ignore[attr-defined]
         await store.finish("b", Cause.END)
         assert [each.id for each in (await store.feed(end, limit=9)).sessions] == ["b"]
+
+
+@pytest.mark.parametrize("damage", [b"x", b"inf", b"9223372036854775807"])
+async def test_totals_of_redis_that_are_damaged_begin_anew(redis_url: str, damage: bytes) -> None:
+    async with opened(redis_url) as store:
+        await add(store, make_turn("a"))
+        await feed.acknowledge(store, "", "k", 0)
+        with redis.Redis.from_url(redis_url) as client:
+            for field in ("size", "last"):
+                client.hset("tokenproxy:{sessions}:totals", field, damage)
+            client.set("tokenproxy:{v/consumers}:bytes", damage)
+            client.set("tokenproxy:{s/broken}:turns", "no hash")
+        await add(store, make_turn("b"))
+        await store.finish("b", Cause.END)
+        await feed.acknowledge(store, "", "other", 0)
+        assert [each.waiting for each in await feed.consumers(store)] == [1, 1]
+        with pytest.raises(RecordRefused):  # the store works: nothing else waits for it
+            await add(store, make_turn("broken"))
 
 
 async def test_a_caller_that_left_spoils_nothing(sqlite_url: str) -> None:
