@@ -13,6 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, islice
 from typing import Any
 
@@ -355,9 +356,11 @@ def _member(ids: bytes, turn: str, rollout: str) -> bytes:
 
 
 def _candidate(member: bytes) -> Candidate:
-    start = member[0] + 2
-    end = start + member[start - 1]
-    return Candidate(text(member[start:end]), text(member[end:]))
+    with suppress(IndexError):
+        start = member[0] + 2
+        end = start + member[start - 1]
+        return Candidate(text(member[start:end]), text(member[end:]))
+    return Candidate("", "")  # it is damaged, and counts as an evicted one
 
 
 def _read_found(keys: Sequence[bytes], packed: bytes) -> Iterator[tuple[bytes, Found]]:

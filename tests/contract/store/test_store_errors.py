@@ -303,6 +303,8 @@ async def test_totals_of_redis_that_are_damaged_begin_anew(redis_url: str, damag
                 client.hset("tokenproxy:{sessions}:totals", field, damage)
             client.set("tokenproxy:{v/consumers}:bytes", damage)
             client.set("tokenproxy:{s/broken}:turns", "no hash")
+            client.zadd(b"tokenproxy:key:" + digest_of("k"), {b"\xff": 0.0})
+        assert (await store.find([digest_of("k")]))[digest_of("k")].groups[0].candidates == [("", "")]
         await add(store, make_turn("b"))
         await store.finish("b", Cause.END)
         await feed.acknowledge(store, "", "other", 0)
