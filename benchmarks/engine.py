@@ -186,8 +186,7 @@ class Engine:
             end = body.index(b"]", start) + 1
             prompt, body = body[start:end], body[:at] + body[end:]
         ids, logprobs = _is_true(body, b'"return_token_ids":'), _is_true(body, b'"logprobs":')
-        compared = b'"max_tokens":1,' in body or b'"max_tokens":1}' in body  # with the proxy's own rendering
-        if ids and not prompt and (compared or not self._current.answer.prompt):
+        if ids and not prompt and (b'"max_tokens":1,' in body or not self._current.answer.prompt):
             prompt = _encode(self._render(whole))
         if _is_true(body, b'"stream":'):
             usage = _is_true(body, b'"continuous_usage_stats":')
@@ -256,8 +255,9 @@ class ModelledEngine(Engine):
         """Submit a chat request to the model."""
         request = msgspec.json.decode(body)
         given = (request.get("kv_transfer_params") or {}).get("prompt_token_ids")
-        prompt = self._words.render(request["messages"]) if given is None else array("i", given)
         limit = request.get("max_tokens") or request.get("max_completion_tokens") or 16
+        compared = self._render(body) if limit == 1 else None  # with the proxy's own rendering
+        prompt = array("i", given or compared or self._words.render(request["messages"]))
         answer = msgspec.structs.replace(self._words.sample(self._random, limit), prompt=prompt.tolist())
         job = Job(_block_keys((prompt + array("i", answer.ids)).tobytes()), len(prompt), len(answer.ids))
         evidence = (bool(request.get("return_token_ids")), bool(request.get("logprobs")))

@@ -40,7 +40,7 @@ async def test_admin_calls_end_before_the_store_that_they_write_to_is_closed() -
     async def done() -> None:
         pass
 
-    tasks = SimpleNamespace(run_forever=lambda work: work.close())
+    tasks = SimpleNamespace(run_forever=lambda step, consequence: None)
     services = SimpleNamespace(
         encoders=part("encoders"),
         fleet=part("fleet", start=lambda: None, weights=part("weights")),

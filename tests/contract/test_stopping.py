@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +17,13 @@ from tests.support.ports import held_port
 from tests.support.serve_process import ServeProcess, is_process
 from tests.support.store_utils import opened
 from tests.support.tiny_model import END, HI
-from tests.support.utils import send_and_keep, wait_until
-from tokenproxy.app.server import run
+from tests.support.utils import send_and_keep, until, wait_until
+from tokenproxy.app.server import Server, run, server_config
 from tokenproxy.record.store import session_id
 from tokenproxy.record.turn import Turn, unpack_ids
 from tokenproxy.record.vocabulary import ABORTED
 from tokenproxy.settings import Settings
+from tokenproxy.turn.services import RunningRequests
 
 TOKENS, _CHAT, _MESSAGES = "/v1/chat/completions/tokens", "/v1/chat/completions", "/v1/messages"
 _HI = [{"role": "user", "content": "Hi"}]
@@ -183,3 +185,14 @@ def test_a_required_store_that_does_not_respond(caplog: pytest.LogCaptureFixture
         settings = Settings(upstreams=["http://127.0.0.1:1"], port=0, store=store, store_required=True)
         assert run(settings) == 1
     assert store in caplog.text and "is the server running" in caplog.text
+
+
+async def test_a_thread_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr("tokenproxy.app.server.END_S", 0.0)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    settings = Settings(upstreams=["http://127.0.0.1:1"], store="memory:")
+    server = Server(server_config(settings, RunningRequests()), RunningRequests(), 0.0, 0.0)
+    server._on_signal(signal.SIGTERM)
+    await until(lambda: ended)
+    assert ended == [1] and server.should_exit

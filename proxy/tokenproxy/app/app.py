@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, nullcontext
+from functools import partial
 
 from fastapi import FastAPI
 from prometheus_client import ProcessCollector
@@ -130,7 +131,8 @@ async def running(services: Services) -> AsyncIterator[Services]:
         stack.push_async_callback(services.history.aclose)
         stack.push_async_callback(services.fleet.weights.stop)  # it uses the store, and so do admin calls
         stack.push_async_callback(services.admin_calls.stop)
-        services.history.tasks.run_forever(measure_lag(services.history.metrics))
+        lag = partial(measure_lag, services.history.metrics)
+        services.history.tasks.run_forever(lag, "the lag of the event loop is not measured")
         services.fleet.start()
         yield services
 

@@ -8,7 +8,8 @@ From SIGTERM or SIGINT to the end of the process:
    request gets a 503.
 4. The store closes. The exit code is 0.
 
-A second signal skips to 3, a third ends the process without 4.
+A second signal skips to 3, a third ends the process without 4. A thread that still works `END_S` after 2 ends
+is given up, with exit code 1.
 
 With `workers` above 1, `tokenproxy.app.workers` runs several servers, which stop in the same order.
 
@@ -20,8 +21,10 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,7 +33,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tokenproxy.app.app import create_app
-from tokenproxy.app.workers.supervisor import run_workers
+from tokenproxy.app.workers.supervisor import END_S, run_workers
 from tokenproxy.monitoring.logs import configure_logs
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.store import Limits, StoreError, StoreUnusable
@@ -359,6 +362,9 @@ class Server(uvicorn.Server):
             self.stop_now()
             self._ignore_signals()  # the next one ends the process
         else:
+            end = threading.Timer(self._stop_delay_s + self._drain_s + END_S, _give_up)
+            end.daemon = True
+            end.start()
             self.stop(self._stop_delay_s)
 
     def _exit(self) -> None:
@@ -369,6 +375,12 @@ class Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
+
+
+def _give_up() -> None:
+    """End the process although a thread still works. The store is closed by then."""
+    log.error("stopping: a thread still works, perhaps for a client that left: its work is given up")
+    os._exit(1)
 
 
 async def _try_store(settings: Settings) -> None:

@@ -26,6 +26,9 @@ The wire format is OpenAI's: `{"error": {"message", "type", "param", "code"}}`.
 
 import msgspec
 
+_MESSAGE_CHARACTERS = 4000
+_PARAM_CHARACTERS = 200
+
 
 class UsageError(Exception):
     """A command cannot run with these flags and settings; the message says what to do instead."""
@@ -47,9 +50,9 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after: int | None = None,
     ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
+        self.message = shortened(message, _MESSAGE_CHARACTERS)
+        super().__init__(self.message)
+        self.param = None if param is None else shortened(param, _PARAM_CHARACTERS)
         self.code = code
         self.retry_after = self.retry_after_s if retry_after is None else retry_after
 
@@ -183,6 +186,11 @@ class EngineTimeout(ApiError):
         """`received`: whether the engine may have received the request."""
         super().__init__(message)
         self.received = received
+
+
+def shortened(text: str, most: int) -> str:
+    """The start and the end of a text, about `most` characters. A client's own name may be megabytes."""
+    return text if len(text) <= most else f"{text[: most * 3 // 4]} ... {text[-most // 4 :]}"
 
 
 def error_body(message: str, kind: str, param: str | None, code: str | int) -> bytes:

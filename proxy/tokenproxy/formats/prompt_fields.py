@@ -33,23 +33,30 @@ def parse_with_ids(body: bytes) -> Fields:
 
     The array is cut out, checked by itself and put back, because a JSON parser reads it one number at a time.
     """
-    if len(body) < CUT_FROM_BYTES:
+    span = prompt_span(body) if len(body) >= CUT_FROM_BYTES else None
+    if span is None:
         return parse(body)
-    found = _PROMPT.search(body, 0, _START)
-    if found is None:
-        return parse(body)
-    start, end = found.end() - 1, body.find(b"]", found.end()) + 1
+    name, start, end = span
     array = body[start:end]
     if b", " in array[:_FEW]:
         array = array.replace(b", ", b",")
     if not ids.count_compact(array):
         return parse(body)
     fields = parse(b"".join((memoryview(body)[:start], MARK, memoryview(body)[end:])))
-    name = found[1].decode()
     if name not in fields or bytes(fields[name]) != MARK:
         return parse(body)  # the array belongs to something inside a field
     fields[name] = msgspec.Raw(array)
     return fields
+
+
+def prompt_span(body: bytes) -> tuple[str, int, int] | None:
+    """The name of the prompt's ids, and start and end of their array; None if no list of numbers begins near
+    the start of a body."""
+    found = _PROMPT.search(body, 0, _START)
+    if found is None:
+        return None
+    start, end = found.end() - 1, body.find(b"]", found.end()) + 1
+    return None if body.find(b'"', start, end) >= 0 else (found[1].decode(), start, end)
 
 
 def take_prompt(fields: Fields) -> GivenIds | None:

@@ -280,12 +280,11 @@ class Metrics:
 
 
 async def measure_lag(metrics: Metrics) -> None:
-    """Observe how late a task that sleeps wakes up, until it is cancelled."""
+    """Observe how late a task that sleeps wakes up."""
     now = asyncio.get_running_loop().time
-    while True:
-        due = now() + LAG_INTERVAL_S
-        await asyncio.sleep(LAG_INTERVAL_S)
-        metrics.event_loop_lag.observe(max(0.0, now() - due))
+    due = now() + LAG_INTERVAL_S
+    await asyncio.sleep(LAG_INTERVAL_S)
+    metrics.event_loop_lag.observe(max(0.0, now() - due))
 
 
 def _remove(labels: dict[str, str], *metrics: Gauge | Counter) -> None:

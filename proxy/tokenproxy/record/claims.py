@@ -5,14 +5,17 @@ rollout is no longer pinned. What must outlive the request runs in `Tasks`.
 """
 
 import asyncio
+import logging
 import time
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.store import Store, StoreError
+
+log = logging.getLogger("tokenproxy")
 
 LEASE_S = 60.0
 """Seconds for which a pin holds if its process dies."""
@@ -49,15 +52,14 @@ class Pins:
             return False
         return True
 
-    async def renew_forever(self) -> None:
-        """Renew the pins of rollouts in use, until cancelled."""
-        while True:
-            await asyncio.sleep(_RENEW_S)
-            recent = time.monotonic() - _RENEW_S
-            self._pinned = {rollout: at for rollout, at in self._pinned.items() if at > recent}
-            for rollout in list(self.held):
-                if not await self.pin(rollout):
-                    break
+    async def renew(self) -> None:
+        """Renew the pins of rollouts in use, after a while."""
+        await asyncio.sleep(_RENEW_S)
+        recent = time.monotonic() - _RENEW_S
+        self._pinned = {rollout: at for rollout, at in self._pinned.items() if at > recent}
+        for rollout in list(self.held):
+            if not await self.pin(rollout):
+                break
 
 
 class Claims:
@@ -114,13 +116,35 @@ class Claims:
 class Tasks:
     """Holds two kinds of tasks: those that must be finished, and those that run until they are cancelled."""
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: Metrics, retry_s: float = 1.0) -> None:
+        """`retry_s`: from a step of `run_forever` that failed to the next."""
+        self._metrics = metrics
+        self._retry_s = retry_s
         self._finishing: set[asyncio.Task[None]] = set()
         self._forever: set[asyncio.Task[None]] = set()
 
-    def run_forever(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run work until `aclose`, which cancels it."""
-        self._hold(self._forever, work)
+    def run_forever(self, step: Callable[[], Coroutine[Any, Any, None]], consequence: str) -> None:
+        """Run a step, which waits by itself, again and again until `aclose`, whatever it raises.
+
+        Args:
+            consequence: of an error, for the log.
+        """
+        self._hold(self._forever, self._repeat(step, consequence))
+
+    async def _repeat(self, step: Callable[[], Coroutine[Any, Any, None]], consequence: str) -> None:
+        logged = ""
+        while True:
+            try:
+                await step()
+                logged = ""
+                continue
+            except StoreError as error:
+                error.report(self._metrics, consequence)
+            except Exception as error:  # the boundary of the task: nothing would start it again
+                if logged != repr(error):
+                    log.exception("%s", consequence)
+                logged = repr(error)
+            await asyncio.sleep(self._retry_s)
 
     def finish_later(self, work: Coroutine[Any, Any, None]) -> None:
         """Run work in the background; only `aclose` waits for it."""

@@ -8,7 +8,6 @@ grow are woken: they share one poll of the store, which other processes write to
 """
 
 import asyncio
-import logging
 import math
 import time
 from collections import deque
@@ -19,9 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from tokenproxy.monitoring.metrics import Metrics
-from tokenproxy.record.store import Cause, Store, StoreError
-
-log = logging.getLogger("tokenproxy")
+from tokenproxy.record.store import LAST_POSITION, Cause, Position, Store, Time
 
 CONSUMERS = "consumers"
 """Their space in a store; a name is `TENANT/NAME`, and a value an `Acknowledged` as MessagePack."""
@@ -44,10 +41,10 @@ SHORTEST_S = 0.02
 class Acknowledged(NamedTuple):
     """How far a consumer has read."""
 
-    position: int
+    position: Position
     """It has everything up to here; 0 for nothing."""
-    at: float
-    """When it was last written, in seconds since the epoch."""
+    at: Time
+    """When it was last written."""
 
 
 class Consumer(NamedTuple):
@@ -64,13 +61,19 @@ class Consumer(NamedTuple):
 
 
 _decode = msgspec.msgpack.Decoder(Acknowledged).decode
+_decode_time = msgspec.json.Decoder(Time).decode
 
 
 async def acknowledged(store: Store, tenant: str, consumer: str) -> Acknowledged | None:
-    """How far a consumer has read; None if it is not known. Raises StoreError."""
+    """How far a consumer has read; None if it is not known, or damaged. Raises StoreError."""
     name = f"{tenant}/{consumer}"
-    value = (await store.get(CONSUMERS, [name])).get(name)
-    return None if value is None else _decode(value)
+    return _read(store, await store.get(CONSUMERS, [name])).get(name)
+
+
+def _read(store: Store, values: Mapping[str, bytes]) -> dict[str, Acknowledged]:
+    """The consumers that can be read, by their names in the store."""
+    read = {name: store.unreadable.read(f"{CONSUMERS} {name}", _decode, values[name]) for name in values}
+    return {name: consumer for name, consumer in read.items() if consumer is not None}
 
 
 async def acknowledge(store: Store, tenant: str, consumer: str, position: int) -> int:
@@ -84,13 +87,13 @@ async def acknowledge(store: Store, tenant: str, consumer: str, position: int) -
     Raises:
         StoreError: the store does not respond.
     """
-    name, end = f"{tenant}/{consumer}", (await store.feed(2**62, limit=0, tenant=tenant)).end
+    name, end = f"{tenant}/{consumer}", (await store.feed(LAST_POSITION, limit=0, tenant=tenant)).end
     while True:
-        value = (await store.get(CONSUMERS, [name])).get(name)
-        before = _decode(value).position if value is not None else 0
-        now = Acknowledged(max(before, min(position, end)), time.time())
-        new = msgspec.msgpack.encode(now)
-        if await store.put(CONSUMERS, name, new, keep_s=store.limits.max_age_s, before=value):
+        values = await store.get(CONSUMERS, [name])
+        before = _read(store, values).get(name, Acknowledged(0, 0.0))
+        now = Acknowledged(max(before.position, min(position, end)), time.time())
+        new, keep_s = msgspec.msgpack.encode(now), store.limits.max_age_s
+        if await store.put(CONSUMERS, name, new, keep_s=keep_s, before=values.get(name)):
             return now.position
 
 
@@ -102,25 +105,20 @@ async def forget(store: Store, tenant: str, consumer: str) -> bool:
 async def consumers(store: Store, tenant: str | None = None) -> list[Consumer]:
     """The consumers of a tenant, or of all, in the order of tenants and names. Raises StoreError."""
     found = []
-    for name, value in (await store.get(CONSUMERS)).items():
+    for name, (position, _) in _read(store, await store.get(CONSUMERS)).items():
         owner, _, consumer = name.rpartition("/")
         if tenant in (None, owner):
-            position = _decode(value).position
             page = await store.feed(position, limit=1, tenant=owner)
             oldest = page.sessions[0].position if page.sessions else 0
             found.append(Consumer(owner, consumer, position, page.waiting, oldest))
     return sorted(found)
 
 
-def acknowledged_by_all(values: Mapping[str, bytes]) -> dict[str, int]:
-    """What all consumers of a tenant have acknowledged, by tenant.
-
-    Args:
-        values: of the space `CONSUMERS`.
-    """
+async def acknowledged_by_all(store: Store) -> dict[str, int]:
+    """What all consumers of a tenant have acknowledged, by tenant. Raises StoreError."""
     read: dict[str, int] = {}
-    for name, value in values.items():
-        tenant, position = name.rpartition("/")[0], _decode(value).position
+    for name, (position, _) in _read(store, await store.get(CONSUMERS)).items():
+        tenant = name.rpartition("/")[0]
         read[tenant] = min(position, read.get(tenant, position))
     return read
 
@@ -133,6 +131,7 @@ class IdleTime:
 
     def __init__(self, after_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """`after_s`: seconds without use; `clock` is not set by anybody."""
+        self.interval_s = min(LONGEST_INTERVAL_S, after_s / 4)
         self._after_s = after_s
         self._clock = clock
         self._newest: deque[tuple[float, float]] = deque()
@@ -151,16 +150,11 @@ class IdleTime:
         return idle
 
 
-async def finish_idle_forever(store: Store, metrics: Metrics, after_s: float) -> None:
-    """Finish the rollouts that were not used for `after_s` seconds, until cancelled."""
-    idle = IdleTime(after_s)
-    while True:
-        await asyncio.sleep(min(LONGEST_INTERVAL_S, after_s / 4))
-        try:
-            if newest := await store.sessions(limit=1):
-                await finish_idle(store, idle.before(newest[0].used))
-        except StoreError as error:
-            error.report(metrics, "idle rollouts could not be finished")
+async def finish_idle_later(store: Store, idle: IdleTime) -> None:
+    """Finish the rollouts that are idle after a while. Raises StoreError."""
+    await asyncio.sleep(idle.interval_s)
+    if newest := await store.sessions(limit=1):
+        await finish_idle(store, idle.before(newest[0].used))
 
 
 async def finish_idle(store: Store, before: float) -> None:
@@ -170,8 +164,9 @@ async def finish_idle(store: Store, before: float) -> None:
     looked at again only after they are used again. If all that was used later is gone, and with it a time
     that was ahead, all are looked at again.
     """
-    seen, newest = float((await store.get(_IDLE, [""])).get("", b"-inf")), await store.sessions(limit=1)
-    if newest and newest[0].used < seen:
+    stored, newest = (await store.get(_IDLE, [""])).get(""), await store.sessions(limit=1)
+    seen = None if stored is None else store.unreadable.read(f"{_IDLE} ", _decode_time, stored)
+    if seen is None or (newest and newest[0].used < seen):
         seen = -math.inf
     idle: list[tuple[float, str]] = []
     while page := await store.sessions(limit=STEP, before=before):
@@ -185,22 +180,17 @@ async def finish_idle(store: Store, before: float) -> None:
         await store.put(_IDLE, "", repr(idle[0][0]).encode())
 
 
-async def report_consumers_forever(store: Store, metrics: Metrics) -> None:
-    """Keep the metrics of the feed's consumers up to date, until cancelled."""
-    reported: set[str] = set()
-    while True:
-        try:
-            reported = await _report_consumers(store, metrics, reported)
-        except StoreError as error:
-            log.log(error.level, "the consumers of the feed cannot be read: %s", error)
-        await asyncio.sleep(REPORT_S)
-
-
-async def _report_consumers(store: Store, metrics: Metrics, before: set[str]) -> set[str]:
-    """Report the consumers of all tenants by their names, and remove those that are gone.
+async def report_consumers(store: Store, metrics: Metrics, reported: set[str]) -> None:
+    """Report the consumers of all tenants by their names, remove those that are gone, then wait a while.
 
     Tenants are not told apart: the page of metrics may be open to everybody, and a tenant is the digest of a
     key. Of a name that several tenants use, the rollouts are added up, and the oldest counts.
+
+    Args:
+        reported: the names in the metrics, which this changes.
+
+    Raises:
+        StoreError: the consumers cannot be read.
     """
     now = time.time()
     waiting: dict[str, int] = {}
@@ -213,9 +203,11 @@ async def _report_consumers(store: Store, metrics: Metrics, before: set[str]) ->
         oldest_s[consumer.name] = max(oldest_s.get(consumer.name, 0.0), age)
     for name, count in waiting.items():
         metrics.consumer_lag(name, count, oldest_s[name])
-    for name in before - waiting.keys():
+    for name in reported - waiting.keys():
         metrics.consumer_removed(name)
-    return set(waiting)
+    reported.clear()
+    reported.update(waiting)
+    await asyncio.sleep(REPORT_S)
 
 
 class FeedWatch:
@@ -246,27 +238,21 @@ class FeedWatch:
         """Poll at once: this process may have finished a rollout."""
         self._now.set()
 
-    async def poll_forever(self) -> None:
-        """Poll until cancelled."""
-        while True:
-            await self._needed.wait()
-            try:
-                end = (await self._store.feed(2**62, limit=0)).end
-            except StoreError as error:
-                # those who wait are woken when the store responds again, or get the error when they read next
-                log.log(error.level, "the feed cannot be watched: %s", error)
-            else:
-                self._wake(end)
-            if not self._waiters:
-                self._needed.clear()
-                continue
-            await asyncio.sleep(SHORTEST_S)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._poll_s):
-                    await self._now.wait()
-            self._now.clear()
+    async def poll(self) -> None:
+        """Poll once, as soon as somebody waits, then wait a while.
 
-    def _wake(self, end: int) -> None:
+        Raises:
+            StoreError: those who wait are woken by the next poll, or get the error when they read.
+        """
+        if not self._waiters:
+            self._needed.clear()
+        await self._needed.wait()
+        end = (await self._store.feed(LAST_POSITION, limit=0)).end
         for woken, seen in self._waiters.items():
             if seen != end and not woken.done():
                 woken.set_result(None)
+        await asyncio.sleep(SHORTEST_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._poll_s):
+                await self._now.wait()
+        self._now.clear()

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from functools import partial
 
 from tokenproxy.base.request import ThinkingPolicy
 from tokenproxy.monitoring.metrics import Metrics
@@ -10,12 +11,12 @@ from tokenproxy.record.cache import TurnCache
 from tokenproxy.record.claims import Pins, Tasks
 from tokenproxy.record.echo import Echoes
 from tokenproxy.record.encoders import EncoderPool
-from tokenproxy.record.feed import FeedWatch, finish_idle_forever, report_consumers_forever
+from tokenproxy.record.feed import FeedWatch, IdleTime, finish_idle_later, report_consumers
 from tokenproxy.record.images import ImageLoader
 from tokenproxy.record.match import Matcher
 from tokenproxy.record.planner import Planner
 from tokenproxy.record.recorder import Recorder
-from tokenproxy.record.store import Store, StoreError
+from tokenproxy.record.store import Store
 
 log = logging.getLogger("tokenproxy")
 
@@ -43,7 +44,7 @@ class History:
         self.store = store
         self.encoders = encoders
         self.metrics = metrics
-        self.tasks = Tasks()
+        self.tasks = Tasks(metrics)
         cache = TurnCache(cache_bytes)
         self.recorder = Recorder(store, encoders, metrics, cache, self.tasks)
         self.pins = Pins(store, metrics)
@@ -60,12 +61,15 @@ class History:
     async def open(self) -> None:
         """Open the store. Raises StoreError."""
         await self.store.open()
-        self.tasks.run_forever(self._evict_old())
-        self.tasks.run_forever(self.pins.renew_forever())
-        self.tasks.run_forever(self.feed_watch.poll_forever())
-        self.tasks.run_forever(report_consumers_forever(self.store, self.metrics))
+        run_forever = self.tasks.run_forever
+        run_forever(self._evict_old, "old rollouts could not be evicted")
+        run_forever(self.pins.renew, "rollouts in use are not kept from eviction")
+        run_forever(self.feed_watch.poll, "the feed cannot be watched")
+        consumers = partial(report_consumers, self.store, self.metrics, set())
+        run_forever(consumers, "the consumers of the feed cannot be read")
         if self._finish_after_s:
-            self.tasks.run_forever(finish_idle_forever(self.store, self.metrics, self._finish_after_s))
+            idle = partial(finish_idle_later, self.store, IdleTime(self._finish_after_s))
+            run_forever(idle, "idle rollouts could not be finished")
 
     async def aclose(self) -> None:
         """Finish recording, then close the store."""
@@ -74,13 +78,8 @@ class History:
         await self.store.aclose()
 
     async def _evict_old(self) -> None:
-        while True:
-            await asyncio.sleep(EVICTION_INTERVAL_S)
-            try:
-                evicted = await self.store.evict()
-            except StoreError as error:
-                error.report(self.metrics, "old rollouts could not be evicted")
-                continue
-            if evicted.rollouts:
-                self.metrics.count_evicted(evicted.rollouts, evicted.undelivered)
-                log.info("evicted %d old rollouts (%d turns)", evicted.rollouts, evicted.turns)
+        await asyncio.sleep(EVICTION_INTERVAL_S)
+        evicted = await self.store.evict()
+        if evicted.rollouts:
+            self.metrics.count_evicted(evicted.rollouts, evicted.undelivered)
+            log.info("evicted %d old rollouts (%d turns)", evicted.rollouts, evicted.turns)

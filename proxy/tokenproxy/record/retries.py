@@ -47,6 +47,9 @@ class EarlierResponse(msgspec.Struct, frozen=True, array_like=True):
     body: bytes
 
 
+_decode = msgspec.msgpack.Decoder(EarlierResponse).decode
+
+
 class Attempt:
     """One sending of a request: running, then settled once by `keep` or `fail`.
 
@@ -155,17 +158,18 @@ class Attempt:
             error.report(self._history.metrics, "a failed request was not remembered")
 
     async def _earlier(self) -> EarlierResponse | None:
-        names = [self._key, *(f"{self._key}/{number}" for number in range(_MOST_FAILURES))]
-        values = await self._history.store.get(RESPONSES, names)
+        history, names = self._history, [self._key, *(f"{self._key}/{n}" for n in range(_MOST_FAILURES))]
+        values = await history.store.get(RESPONSES, names)
         value = values.get(self._key)
-        found = None if value is None else msgspec.msgpack.decode(value, type=EarlierResponse)
+        unreadable = history.store.unreadable
+        found = None if value is None else unreadable.read(f"{RESPONSES} {self._key}", _decode, value)
         if self.named and found is not None and found.request != self._digest:
             raise BadRequest(
                 "this `Idempotency-Key` was used for another request: send a new key with a new request",
                 param="Idempotency-Key",
             )
         for name in names[1:]:
-            if name in values and await self._history.store.take(RESPONSES, name) is not None:
+            if name in values and await history.store.take(RESPONSES, name) is not None:
                 return None
         return found
 

@@ -14,11 +14,12 @@ What every store promises:
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import EllipsisType
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import msgspec
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from tokenproxy.monitoring.metrics import Metrics
 
 log = logging.getLogger("tokenproxy")
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 FOUND_AT_MOST = 16
 """Groups that `find` returns for one key, and turns that it returns for one group."""
@@ -43,6 +47,19 @@ DOCUMENTS = "documents"
 
 Before = bytes | None | EllipsisType
 """The value that a name must have, so that it gets another one; `...` for any."""
+LATEST_S = 2.0**33
+"""Times are before the year 2242. From there on, a float does not tell microseconds apart."""
+LAST_POSITION = 2**62
+"""Positions of the feed are smaller."""
+Time = Annotated[float, msgspec.Meta(ge=0.0, lt=LATEST_S)]
+"""Seconds since the epoch."""
+Position = Annotated[int, msgspec.Meta(ge=0, lt=LAST_POSITION)]
+MOST_BYTES = 2**42
+"""More than a store holds: a larger size is damaged."""
+Reward = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+
+_NAME_CHARACTERS = 300
+"""Of a damaged record's name: it may be damaged itself."""
 
 
 class StoreError(Exception):
@@ -79,18 +96,27 @@ class RecordDamaged(StoreError):
     """The store works, and one of its records cannot be read."""
 
 
+DAMAGED = (msgspec.DecodeError, ValueError, TypeError, KeyError, MemoryError, RecursionError)
+"""What reading a damaged record raises: some bytes are no text, or a length is more than the memory."""
+
+
 class Unreadable:
-    """The turns and sessions that a store skipped because they cannot be read, since it was made."""
+    """The records of a store that were left out because they cannot be read, since it was made."""
 
     def __init__(self) -> None:
         self.names: dict[str, None] = {}
-        """As `turn ID` and `session ID`, in the order in which they were found."""
+        """As `turn ID`, `session ID` and `SPACE NAME` of a value, in the order in which they were found."""
 
-    def skip(self, name: str, error: Exception) -> None:
-        """Take note of a record that is skipped, and log it the first time."""
-        if name not in self.names:
-            self.names[name] = None
-            log.error("%s is damaged in the store and is left out, all else is served: %s", name, error)
+    def read(self, name: str, decode: Callable[P, T], *args: P.args, **named: P.kwargs) -> T | None:
+        """What `decode` returns for a record. None if it is damaged: that is noted, and logged once."""
+        try:
+            return decode(*args, **named)
+        except DAMAGED as error:
+            name = name[:_NAME_CHARACTERS]
+            if name not in self.names:
+                self.names[name] = None
+                log.error("%s is damaged in the store and is left out, all else is served: %s", name, error)
+            return None
 
 
 class Cause(StrEnum):
@@ -116,13 +142,12 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ambiguous: bool = False
     """Whether one of its requests found the same conversation in several rollouts, so that it may belong to
     another one."""
-    created: float
-    """Seconds since the epoch."""
-    used: float = 0.0
+    created: Time
+    used: Time = 0.0
     """When a turn was last added or matched or its description last saved, in seconds since the epoch. Given
     by the store: unique, and ascending even if the clock is set back."""
     turns: int = 0
-    size: int = 0
+    size: Annotated[int, msgspec.Meta(lt=MOST_BYTES)] = 0
     """Bytes its turns and its description take in the store, which may compress them."""
     defaults: bytes = b"{}"
     """JSON object: fields of a chat request that apply where a request does not set them."""
@@ -130,11 +155,11 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """JSON object: fields of a chat request that replace those of a request."""
     metadata: bytes = b"{}"
     """JSON object of the client's own."""
-    rewards: dict[str, float] = {}
+    rewards: dict[str, Reward] = {}
     """Of turns, by their id, and of the whole rollout, by ""."""
-    pinned_until: float = 0.0
+    pinned_until: Time = 0.0
     """It is not evicted before this time in seconds since the epoch."""
-    position: int = 0
+    position: Position = 0
     """Of a finished rollout its place in the feed: the time of finishing in microseconds since the epoch;
     unique, ascending in the order of finishing. 0 if it is not finished."""
     revision: int = 0
@@ -243,7 +268,7 @@ class Store(Protocol):
     """Keeps turns, sessions, rewards, the feed of finished rollouts, and values by name.
 
     Every method may raise StoreError. A store is made outside an event loop and used in one; `open` comes
-    first. A turn or session that cannot be read is missing in what the methods return.
+    first. What cannot be read is missing in what the methods return.
 
     Law of the feed: a rollout that is finished, or changes after that, is in the feed once, at a position
     greater than all positions before it; and a position becomes visible after all smaller ones. So a reader
@@ -379,19 +404,27 @@ class Store(Protocol):
         Args:
             space: of names; `Limits.bytes_of` limits what some spaces hold.
             keep_s: seconds after which it expires; None for never.
-            before: change nothing if the value that is there is another one; None for no value.
+            before: change nothing if the value that is there is another one; None for no value, or one that
+                cannot be read.
 
         Returns:
             whether it is kept: False too if it alone exceeds the limit of the space.
         """
         ...
 
-    async def get(self, space: str, names: Sequence[str] | None = None) -> dict[str, bytes]:
-        """The values of some names, or of all in the space; names without a value are missing."""
+    async def get(
+        self, space: str, names: Sequence[str] | None = None, *, complete: bool = False
+    ) -> dict[str, bytes]:
+        """The values of some names, or of all in the space; names without a value are missing.
+
+        Args:
+            complete: raise RecordDamaged in place of leaving out a value that cannot be read.
+        """
         ...
 
     async def take(self, space: str, name: str) -> bytes | None:
-        """Remove a value and return it. None if there is none, or if another call removed it first."""
+        """Remove a value and return it; empty if it cannot be read. None if there is none, or if another call
+        removed it first."""
         ...
 
     async def evict(self) -> Evicted:

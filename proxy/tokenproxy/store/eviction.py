@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from tokenproxy.record.feed import CONSUMERS, acknowledged_by_all
-from tokenproxy.record.store import Evicted, Session, Store
+from tokenproxy.record.feed import acknowledged_by_all
+from tokenproxy.record.store import Evicted, Session, Store, Time
 
 _PAGE = 64
 """Sessions that are read at a time, and evicted together."""
@@ -44,7 +44,7 @@ async def evict(store: Evicting, own: str, too_old: float) -> Evicted:
         own: evicted last, and only if it alone exceeds the limit.
     """
     most, now, total = store.limits.max_bytes, time.time(), Evicted()
-    read = acknowledged_by_all(await store.get(CONSUMERS))
+    read = await acknowledged_by_all(store)
     held = await store.held_bytes()
     # below the limit, so that not every call evicts
     target = most * 9 // 10 if held > most else held
@@ -90,12 +90,15 @@ def _sum(first: Evicted, second: Evicted) -> Evicted:
 
 
 class _ClockRecord(NamedTuple):
-    """What a store holds about its clock, for all processes that share it. In seconds since the epoch."""
+    """What a store holds about its clock, for all processes that share it."""
 
-    seen: float
+    seen: Time
     """When a process looked last."""
-    steady_since: float
+    steady_since: Time
     """When the clock was last found to be set; 0 if it never was."""
+
+
+_decode = msgspec.msgpack.Decoder(_ClockRecord).decode
 
 
 class AgeClock:
@@ -120,7 +123,8 @@ class AgeClock:
         unsteady = self.was_set(now)
         while True:
             held = (await store.get(_CLOCK, [""])).get("")
-            seen, since = msgspec.msgpack.decode(held, type=_ClockRecord) if held else (now, 0.0)
+            record = None if held is None else store.unreadable.read(f"{_CLOCK} ", _decode, held)
+            seen, since = record or (now, 0.0)
             # after a gap a change of the clock may have been missed
             if unsteady or not -self._tolerance_s <= now - seen <= self._max_age_s / 2:
                 since = now

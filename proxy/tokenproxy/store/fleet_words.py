@@ -23,10 +23,10 @@ class StoredWords:
         """See `SharedWords.read`."""
         try:
             with store_time(REQUEST_S):  # it is read again soon
-                stored = await self._store.get(self._space)
-        except StoreError as error:
+                stored = await self._store.get(self._space, complete=True)
+            return {name: word.decode() for name, word in stored.items()}
+        except (StoreError, UnicodeDecodeError) as error:
             raise SharedError(str(error)) from error
-        return {name: word.decode() for name, word in stored.items()}
 
     async def write(self, name: str, word: str | None) -> None:
         """See `SharedWords.write`."""

@@ -55,7 +55,7 @@ _FAILURES = 3
 _BATCH = 64
 """Records that are tried at once, each of another rollout."""
 _NAMED = 16
-"""Damaged turns that `/ready` names."""
+"""Damaged records that `/ready` names."""
 _PROBE = bytes(16)
 """A key under which nothing is."""
 _READS = frozenset(["find", "path", "turns", "newest", "session", "sessions", "feed", "get"])
@@ -75,9 +75,11 @@ class StoreHealth(msgspec.Struct, frozen=True, kw_only=True):
     lost_turns: int
     """Turns that were never recorded, since the process started."""
     unreadable: int
-    """Damaged turns and sessions that were left out since the process started; the log names them."""
+    """Damaged records that were left out since the process started; the log names them."""
     unreadable_turns: list[str]
-    """The ids of the first of these turns."""
+    """The ids of the first turns among them."""
+    unreadable_records: list[str]
+    """The first of the others, as `session NAME`, without their tenants."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +142,9 @@ class GuardedStore:
         if self._recovery is not None:
             state = "stalled" if isinstance(self._error, StoreStalled) else "unavailable"
         ill = state != "ok"
-        unreadable = list(self.unreadable.names)
-        turns = [name.removeprefix("turn ") for name in unreadable if name.startswith("turn ")]
+        unreadable = [name.partition(" ") for name in self.unreadable.names]
+        turns = [name for kind, _, name in unreadable if kind == "turn"]
+        others = [f"{kind} {name.rpartition('/')[2]}" for kind, _, name in unreadable if kind != "turn"]
         return StoreHealth(
             state=state,
             since=self._since if ill else None,
@@ -150,6 +153,7 @@ class GuardedStore:
             lost_turns=self._lost,
             unreadable=len(unreadable),
             unreadable_turns=turns[:_NAMED],
+            unreadable_records=others[:_NAMED],
         )
 
     async def open(self) -> None:
@@ -258,13 +262,15 @@ class GuardedStore:
             self._recover_from(error)
             return False
 
-    async def get(self, space: str, names: Sequence[str] | None = None) -> dict[str, bytes]:
+    async def get(
+        self, space: str, names: Sequence[str] | None = None, *, complete: bool = False
+    ) -> dict[str, bytes]:
         """See `Store.get`."""
         waiting = self._backlog.documents if space == DOCUMENTS else {}
         here = {name: waiting[name][0] for name in names or () if name in waiting}
         if here and len(here) == len(names or ()):
             return here
-        return here | await self._call("get", lambda: self._store.get(space, names))
+        return here | await self._call("get", lambda: self._store.get(space, names, complete=complete))
 
     async def take(self, space: str, name: str) -> bytes | None:
         """See `Store.take`."""

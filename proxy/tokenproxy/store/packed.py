@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tokenproxy.record.encoders import WORTH_A_THREAD_BYTES
-from tokenproxy.record.store import IndexEntry, Unreadable
+from tokenproxy.record.store import DAMAGED, IndexEntry, RecordDamaged, Unreadable
 from tokenproxy.record.turn import Turn
 
 if sys.version_info >= (3, 14):
@@ -45,20 +45,22 @@ def unpack_turns(packed: Iterable[tuple[bytes, bytes]], unreadable: Unreadable) 
     """
     turns: dict[str, Turn] = {}
     for key, each in packed:
-        name = key.decode("utf-8", "replace")
-        try:
-            turn = _TURN.decode(_decompress(each) if each[:1] == _FRAME else each)
-            if turn.id != name:
-                raise ValueError(f"it holds the turn {turn.id!r}")
-        except DAMAGED as error:
-            unreadable.skip(f"turn {name}", error)
-        else:
+        name = text(key)
+        if (turn := unreadable.read(f"turn {name}", _unpack_turn, name, each)) is not None:
             turns[name] = turn
     return turns
 
 
-DAMAGED = (msgspec.DecodeError, zstd.ZstdError, ValueError, TypeError, MemoryError)
-"""What decoding a damaged record raises: some bytes are no text, or a length is more than the memory."""
+def _unpack_turn(name: str, packed: bytes) -> Turn:
+    turn = _TURN.decode(_decompress(packed) if packed[:1] == _FRAME else packed)
+    if turn.id != name:
+        raise ValueError(f"it holds the turn {turn.id!r}")
+    return turn
+
+
+def text(stored: bytes) -> str:
+    """A name of the store. What is damaged becomes a name that nothing else has."""
+    return stored.decode("utf-8", "replace")
 
 
 def _decompress(packed: bytes) -> bytes:
@@ -81,8 +83,34 @@ async def pack_value(value: bytes) -> bytes:
     return b"z" + await asyncio.to_thread(zstd.compress, value, _LEVEL)
 
 
-def unpack_value(packed: bytes) -> bytes:
-    """The inverse of `pack_value`. Raises msgspec.DecodeError."""
+def unpack_values(
+    packed: Iterable[tuple[bytes, bytes]], space: str, unreadable: Unreadable, *, complete: bool = False
+) -> dict[str, bytes]:
+    """The inverse of `pack_value`, by name; without those that cannot be read.
+
+    Raises:
+        RecordDamaged: one cannot be read, and `complete` is set.
+    """
+    values: dict[str, bytes] = {}
+    for key, each in packed:
+        name = f"{space} {text(key)}"
+        if (value := unreadable.read(name, _unpack_value, each)) is not None:
+            values[text(key)] = value
+        elif complete:
+            raise RecordDamaged(f"the store holds a damaged value: {name}")
+    return values
+
+
+def is_damaged(packed: bytes) -> bool:
+    """Whether a value cannot be unpacked."""
+    try:
+        _unpack_value(packed)
+    except DAMAGED:
+        return True
+    return False
+
+
+def _unpack_value(packed: bytes) -> bytes:
     return packed[1:] if packed[:1] == b"=" else _decompress(packed[1:])
 
 

@@ -13,12 +13,14 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, islice
 from typing import Any
 
 import msgspec
 
 from tokenproxy.record.store import (
+    LAST_POSITION,
     Before,
     Candidate,
     CandidateGroup,
@@ -36,16 +38,17 @@ from tokenproxy.record.turn import Turn
 from tokenproxy.store import redis_scripts as scripts
 from tokenproxy.store.eviction import AgeClock, evict
 from tokenproxy.store.packed import (
-    DAMAGED,
     complete_path,
     fill_prompts,
+    is_damaged,
     pack_entries,
     pack_parts,
     pack_turns,
     pack_value,
+    text,
     unpack_entries,
     unpack_turns,
-    unpack_value,
+    unpack_values,
 )
 from tokenproxy.store.redis_servers import Call, RedisServers
 from tokenproxy.store.redis_urls import read_redis_url
@@ -169,7 +172,7 @@ class RedisStore:
     async def newest(self, rollout: str, limit: int) -> list[str]:
         """See `Store.newest`."""
         ids = await self._servers.do(self._servers.client.hkeys(_rollout_keys(rollout)[0]))
-        return [turn.decode() for turn in sorted(ids, reverse=True)[:limit]]
+        return [text(turn) for turn in sorted(ids, reverse=True)[:limit]]
 
     async def session(self, rollout: str) -> Session | None:
         """See `Store.session`."""
@@ -194,7 +197,9 @@ class RedisStore:
     async def feed(self, after: int, *, limit: int, tenant: str | None = None) -> FeedPage:
         """See `Store.feed`."""
         name = "feed" if tenant is None else f"feed:{tenant}"
-        (_, last, own_end, waiting), sessions = await self._list(limit, "up", name, f"({after}", "+inf")
+        (_, last, own_end, waiting), sessions = await self._list(
+            limit, "up", name, f"({after}", f"({LAST_POSITION}"
+        )
         return FeedPage(last if tenant is None else own_end, waiting, sessions)
 
     async def put(
@@ -206,25 +211,34 @@ class RedisStore:
         args: list[Any] = [name, await pack_value(value), expires, repr(now), self.limits.bytes_of(space)]
         if before is not ...:
             args.append(b"" if before is None else await pack_value(before))
-        return bool(await self._run(scripts.PUT, _space_keys(space), *args))
+        kept = bool(await self._run(scripts.PUT, _space_keys(space), *args))
+        if kept or before is not None:
+            return kept
+        damaged = [value for _, value in await self._packed(space, [name]) if is_damaged(value)]
+        return bool(damaged and await self._run(scripts.PUT, _space_keys(space), *args[:-1], damaged[0]))
 
-    async def get(self, space: str, names: Sequence[str] | None = None) -> dict[str, bytes]:
+    async def get(
+        self, space: str, names: Sequence[str] | None = None, *, complete: bool = False
+    ) -> dict[str, bytes]:
         """See `Store.get`."""
+        found = await self._packed(space, names)
+        return unpack_values(found, space, self.unreadable, complete=complete)
+
+    async def _packed(self, space: str, names: Sequence[str] | None) -> Iterable[tuple[bytes, bytes]]:
         wanted = ("*",) if names is None else ("", *dict.fromkeys(names))
-        found = await self._run(scripts.GET, _space_keys(space), repr(time.time()), *wanted)
-        with self._servers.explained():
-            return {name.decode(): unpack_value(value) for name, value in _pairs(found)}
+        return _pairs(await self._run(scripts.GET, _space_keys(space), repr(time.time()), *wanted))
 
     async def take(self, space: str, name: str) -> bytes | None:
         """See `Store.take`."""
         value = await self._run(scripts.TAKE, _space_keys(space), name, repr(time.time()))
-        with self._servers.explained():
-            return None if value is None else unpack_value(value)
+        if value is None:
+            return None
+        return unpack_values([(name.encode(), value)], space, self.unreadable).get(name, b"")
 
     async def evict(self) -> Evicted:
         """See `Store.evict`."""
         for rollout in await self._run_list(scripts.REMOVED):
-            await self._remove_turns(rollout.decode(), EVICTED_S)
+            await self._remove_turns(text(rollout), EVICTED_S)
         # the server's clock: the proxies' may differ
         return await self._evict("", await self._clock.oldest(self, await self._server_time()))
 
@@ -269,12 +283,7 @@ class RedisStore:
 
     def _session(self, fields: dict[bytes, bytes]) -> Session | None:
         """The session of a hash; None if it cannot be read."""
-        name = fields.get(b"id", b"").decode("utf-8", "replace")
-        try:
-            return _session_from(fields)
-        except (*DAMAGED, KeyError) as error:
-            self.unreadable.skip(f"session {name}", error)
-            return None
+        return self.unreadable.read(f"session {text(fields.get(b'id', b''))}", _session_from, fields)
 
     async def _evict(self, own: str, too_old: float = 0.0) -> Evicted:
         async with self._eviction:
@@ -308,7 +317,7 @@ class RedisStore:
 
     async def _rollout_of(self, turn: str) -> str | None:
         rollout = await self._servers.do(self._servers.client.get(_turn_key(turn)))
-        return None if rollout is None else rollout.decode()
+        return None if rollout is None else text(rollout)
 
     async def _server_time(self) -> float:
         seconds, microseconds = await self._run_list(scripts.TIME)
@@ -347,9 +356,11 @@ def _member(ids: bytes, turn: str, rollout: str) -> bytes:
 
 
 def _candidate(member: bytes) -> Candidate:
-    start = member[0] + 2
-    end = start + member[start - 1]
-    return Candidate(member[start:end].decode(), member[end:].decode())
+    with suppress(IndexError):
+        start = member[0] + 2
+        end = start + member[start - 1]
+        return Candidate(text(member[start:end]), text(member[end:]))
+    return Candidate("", "")  # it is damaged, and counts as an evicted one
 
 
 def _read_found(keys: Sequence[bytes], packed: bytes) -> Iterator[tuple[bytes, Found]]:
@@ -383,9 +394,9 @@ def _read_reply(packed: bytes) -> Iterator[bytes]:
 def _session_from(fields: dict[bytes, bytes]) -> Session:
     """The session from the fields of its hash."""
     described = {name: fields.pop(name.encode()) for name in ("defaults", "overrides", "metadata")}
-    text = {name.decode(): value.decode() for name, value in fields.items()}
-    rewards = {name[7:]: float(value) for name, value in text.items() if name.startswith("reward:")}
-    return msgspec.convert({**text, **described, "rewards": rewards}, Session, strict=False)
+    texts = {name.decode(): value.decode() for name, value in fields.items()}
+    rewards = {name[7:]: float(value) for name, value in texts.items() if name.startswith("reward:")}
+    return msgspec.convert({**texts, **described, "rewards": rewards}, Session, strict=False)
 
 
 def _pairs(replies: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:

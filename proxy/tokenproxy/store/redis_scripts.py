@@ -30,7 +30,7 @@ they use. That matters while a cluster moves the slot to another server: part of
 command with several keys that are on neither is refused (`TRYAGAIN`) until the slot has moved.
 """
 
-from tokenproxy.record.store import FOUND_AT_MOST
+from tokenproxy.record.store import FOUND_AT_MOST, LAST_POSITION, LATEST_S, MOST_BYTES
 
 PREFIX = b"tokenproxy:"
 SESSIONS = PREFIX + b"{sessions}:"
@@ -167,8 +167,13 @@ return entries
 """Keys: as `ADD`. Reply: turn, packed entries, turn, ..."""
 
 _SPACE = """
+local function add(bytes)
+    local held = tonumber(redis.call('GET', KEYS[3]) or 0)
+    held = held and math.abs(held) < 2^53 and held or 0  -- it is damaged
+    redis.call('SET', KEYS[3], string.format('%.0f', held + bytes))
+end
 local function drop(name)
-    redis.call('DECRBY', KEYS[3], redis.call('HSTRLEN', KEYS[1], name))
+    add(0 - redis.call('HSTRLEN', KEYS[1], name))
     redis.call('HDEL', KEYS[1], name)
     redis.call('ZREM', KEYS[2], name)
 end
@@ -188,7 +193,7 @@ local held = last > tonumber(now) and redis.call('HGET', KEYS[1], name) or ''
 if (before and held ~= before) or #value > tonumber(most) then
     return 0
 end
-redis.call('INCRBY', KEYS[3], #value - redis.call('HSTRLEN', KEYS[1], name))
+add(#value - redis.call('HSTRLEN', KEYS[1], name))
 redis.call('HSET', KEYS[1], name, value)
 redis.call('ZADD', KEYS[2], expires, name)
 while tonumber(redis.call('GET', KEYS[3])) > tonumber(most) do
@@ -228,17 +233,39 @@ return value
 )
 """Keys: as `PUT`. Arguments: name, now. Reply: the value."""
 
-_TOUCH = """
+_SOUND = f"""
+local function sound(value, beyond)
+    local number = tonumber(value)
+    return number and number > -beyond and number < beyond and value or 0
+end
+local function highest(name, beyond)
+    local below = string.format('(%.0f', beyond)
+    return redis.call('ZREVRANGEBYSCORE', name, below, 0, 'WITHSCORES', 'LIMIT', 0, 1)[2]
+end
+local beyond, latest = {LAST_POSITION}, {LATEST_S:.0f}
+local function grow(name, field, number)
+    local held = sound(redis.call('HGET', name, field), {MOST_BYTES})
+    redis.call('HSET', name, field, string.format('%.0f', held + number))
+    return held + number
+end
+"""
+"""`sound` replaces a damaged number by 0: a text, or one beyond what it may be. `highest` returns the highest
+score of a sorted set below a number, `grow` adds to a number in a hash."""
+
+_TOUCH = (
+    _SOUND
+    + """
 local p, rollout, now = KEYS[1], ARGV[1], ARGV[2]
 local name = p .. 'rollout:' .. rollout
 local function touch(tenant)
-    local last = redis.call('ZRANGE', p .. 'used', -1, -1, 'WITHSCORES')[2] or 0
+    local last = highest(p .. 'used', latest) or 0
     now = string.format('%.17g', math.max(tonumber(now), tonumber(last) + 0.000001))
     redis.call('HSET', name, 'used', now)
     redis.call('ZADD', p .. 'used', now, rollout)
     redis.call('ZADD', p .. 'used:' .. tenant, now, rollout)
 end
 """
+)
 """`p` is the prefix. `touch` makes a rollout the last used of all, even if a clock was set back."""
 
 SAVE = (
@@ -246,7 +273,7 @@ SAVE = (
     + """
 local turns, bytes, ambiguous, tenant, explicit, created, defaults, overrides, metadata = unpack(ARGV, 3)
 local before = redis.call('HMGET', name, 'turns', 'bytes', 'tenant', 'defaults', 'overrides', 'metadata')
-local more, size = turns == '' and 0 or math.max(0, turns - (before[1] or 0)), 0
+local more, size = turns == '' and 0 or math.max(0, turns - sound(before[1], beyond)), 0
 if not before[3] or turns == '' then
     if before[3] and before[3] ~= tenant then
         redis.call('ZREM', p .. 'used:' .. before[3], rollout)
@@ -259,16 +286,16 @@ elseif more > 0 then
     touch(before[3])
 end
 if more > 0 then
-    local grown = math.max(0, bytes - (before[2] or 0))
-    redis.call('HINCRBY', name, 'turns', more)
-    redis.call('HINCRBY', name, 'bytes', grown)
+    local grown = math.max(0, bytes - sound(before[2], beyond))
+    grow(name, 'turns', more)
+    grow(name, 'bytes', grown)
     size = size + grown
     if ambiguous == '1' then
         redis.call('HSET', name, 'ambiguous', 1)
     end
 end
-redis.call('HINCRBY', name, 'size', size)
-return redis.call('HINCRBY', p .. 'totals', 'size', size)
+grow(name, 'size', size)
+return grow(p .. 'totals', 'size', size)
 """
 )
 """Arguments: rollout, now; the reply of `ADD`, or '' twice to describe the session; 1 if it is ambiguous;
@@ -281,7 +308,7 @@ PIN = (
 local tenant, pinned_until = unpack(redis.call('HMGET', name, 'tenant', 'pinned_until'))
 if tenant then
     touch(tenant)
-    redis.call('HSET', name, 'pinned_until', math.max(tonumber(pinned_until or 0), tonumber(ARGV[3])))
+    redis.call('HSET', name, 'pinned_until', math.max(sound(pinned_until, latest), ARGV[3]))
 end
 return tenant and 1 or 0
 """
@@ -290,17 +317,18 @@ return tenant and 1 or 0
 
 LIST = (
     _REPLY
+    + _SOUND
     + """
 local p, way, name, low, high, limit = KEYS[1], ARGV[1], KEYS[1] .. ARGV[2], unpack(ARGV, 3)
-local found, count, highest = {ARGV[2]}, 0, nil
+local found, count, top = {ARGV[2]}, 0, nil
 if way ~= 'one' then
     count = redis.call('ZCOUNT', name, low, high)
-    highest = redis.call('ZREVRANGE', name, 0, 0, 'WITHSCORES')[2]
+    top = highest(name, beyond)
     found = way == 'down' and redis.call('ZREVRANGEBYSCORE', name, high, low, 'LIMIT', 0, limit)
         or redis.call('ZRANGEBYSCORE', name, low, high, 'LIMIT', 0, limit)
 end
 local size, last = unpack(redis.call('HMGET', p .. 'totals', 'size', 'last'))
-reply(size or 0, last or 0, highest or 0, count)
+reply(sound(size, beyond), sound(last, beyond), top or 0, count)
 for _, rollout in ipairs(found) do
     local fields = redis.call('HGETALL', p .. 'rollout:' .. rollout)
     if #fields > 0 then
@@ -317,22 +345,25 @@ return table.concat(replies)
 Reply: bytes held, the last position of the feed, the highest score, members between the scores; for each
 session how many strings follow, and the fields of its hash, each with its value."""
 
-REMOVE = """
+REMOVE = (
+    _SOUND
+    + """
 local p, rollout = KEYS[1], ARGV[1]
 local name = p .. 'rollout:' .. rollout
 local tenant, size, pinned_until = unpack(redis.call('HMGET', name, 'tenant', 'size', 'pinned_until'))
-if not tenant or tonumber(pinned_until or 0) > tonumber(ARGV[2]) then
+if not tenant or tonumber(sound(pinned_until, latest)) > tonumber(ARGV[2]) then
     return 0
 end
--- before HINCRBY: if its memory is full, a server refuses that as a first change
+-- before HSET: if its memory is full, a server refuses that as a first change
 redis.call('DEL', name)
 for _, list in ipairs({'used', 'used:' .. tenant, 'feed', 'feed:' .. tenant}) do
     redis.call('ZREM', p .. list, rollout)
 end
-redis.call('HINCRBY', p .. 'totals', 'size', 0 - size)
+grow(p .. 'totals', 'size', 0 - sound(size, beyond))
 redis.call('SADD', p .. 'removed', rollout)
 return 1
 """
+)
 """Arguments: rollout, time. Reply: 1 if there was one that is not pinned at this time."""
 
 REMOVED = """
@@ -349,7 +380,9 @@ return found
 FORGET = "redis.call('SREM', KEYS[1] .. 'removed', ARGV[1])"
 """Arguments: rollout whose turns are removed."""
 
-FINISH = """
+FINISH = (
+    _SOUND
+    + """
 local p, rollout, cause, now = KEYS[1], unpack(ARGV, 1, 3)
 local name, whole, changed = p .. 'rollout:' .. rollout, #ARGV == 3, false
 local tenant, turns, finished_turns, revision =
@@ -366,15 +399,16 @@ end
 if not turns or (finished_turns == turns and not changed) or not (whole or revision) then
     return 0
 end
-local last = tonumber(redis.call('HGET', p .. 'totals', 'last') or 0)
+local last = sound(redis.call('HGET', p .. 'totals', 'last'), beyond)
 local position = string.format('%.0f', math.max(tonumber(now), last + 1))
 redis.call('HSET', p .. 'totals', 'last', position)
 redis.call('ZADD', p .. 'feed', position, rollout)
 redis.call('ZADD', p .. 'feed:' .. tenant, position, rollout)
-redis.call('HSET', name, 'finished_turns', turns, 'revision', (revision or 0) + 1, 'cause', cause,
+redis.call('HSET', name, 'finished_turns', turns, 'revision', sound(revision, beyond) + 1, 'cause', cause,
     'position', position)
 return 1
 """
+)
 """Arguments: rollout, cause, now in microseconds; for each reward turn and value. Reply: 1 if it was put at
 the end of the feed."""
 

@@ -236,12 +236,16 @@ def _sentinel(url: RedisUrl) -> tuple[Any, list[Any]]:
 _CLIENTS = {"server": _server, "cluster": _cluster, "sentinel": _sentinel}
 
 
+_OF_DAMAGED_DATA = ("WRONGTYPE", "not an integer", "attempt to ", "bad argument", "would overflow")
+"""In errors of scripts about one damaged key, which tell nothing about the server."""
+
+
 def _kind(error: Exception) -> type[StoreError]:
     if isinstance(error, _CREDENTIALS):
         return StoreUnusable
     if isinstance(error, exceptions.TimeoutError | TimeoutError):
         return StoreStalled
-    if isinstance(error, exceptions.DataError):
+    if isinstance(error, exceptions.DataError) or any(text in str(error) for text in _OF_DAMAGED_DATA):
         return RecordRefused
     return StoreError
 

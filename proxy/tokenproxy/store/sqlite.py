@@ -29,10 +29,11 @@ from tokenproxy.store.packed import (
     pack_turns,
     pack_value,
     unpack_turns,
-    unpack_value,
+    unpack_values,
 )
 from tokenproxy.store.sqlite_tables import (
     PATH,
+    PLACED,
     SESSIONS,
     TURNS,
     USED_NOW,
@@ -41,13 +42,13 @@ from tokenproxy.store.sqlite_tables import (
     add_turns,
     find,
     finish,
-    held_bytes,
     in_chunks,
     prepare,
     put,
     question_marks,
     read_sessions,
     remove,
+    totals,
 )
 from tokenproxy.store.sqlite_threads import Database, MemoryDatabase
 
@@ -178,10 +179,12 @@ class SqliteStore:
         values: dict[str, Any] = {"tenant": tenant, "after": after}
 
         def work(connection: sqlite3.Connection) -> FeedPage:
-            own_end = "SELECT coalesce(max(position), 0) FROM sessions WHERE tenant = :tenant"
-            last = "SELECT last FROM totals" if tenant is None else own_end
-            end = connection.execute(last, values).fetchone()[0]
-            waiting = connection.execute(f"SELECT count(*) FROM sessions WHERE {where}", values).fetchone()[0]
+            _, end = totals(connection)
+            if tenant is not None:
+                own_end = f"SELECT max(position) FROM sessions WHERE tenant = :tenant AND {PLACED}"
+                end = connection.execute(own_end, values).fetchone()[0] or 0
+            count = f"SELECT count(*) FROM sessions WHERE {where} AND {PLACED}"
+            waiting = connection.execute(count, values).fetchone()[0]
             query = f"{SESSIONS} WHERE {where} ORDER BY position"
             sessions = read_sessions(connection, query, values, limit, self.unreadable)
             return FeedPage(end, waiting, sessions)
@@ -199,26 +202,31 @@ class SqliteStore:
             lambda connection: put(connection, row, now, most, wanted), len(row.value)
         )
 
-    async def get(self, space: str, names: Sequence[str] | None = None) -> dict[str, bytes]:
+    async def get(
+        self, space: str, names: Sequence[str] | None = None, *, complete: bool = False
+    ) -> dict[str, bytes]:
         """See `Store.get`."""
-        query, now = "SELECT name, value FROM kept WHERE space = ? AND expires > ?", time.time()
+        columns, now = "CAST(name AS BLOB), CAST(value AS BLOB)", time.time()
+        query = f"SELECT {columns} FROM kept WHERE space = ? AND expires > ?"
 
         def work(connection: sqlite3.Connection) -> dict[str, bytes]:
             found = dict(connection.execute(query, (space, now))) if names is None else {}
             for chunk in in_chunks(names or ()):
                 one_of = f"{query} AND name IN ({question_marks(chunk)})"
                 found.update(connection.execute(one_of, (space, now, *chunk)))
-            return {name: unpack_value(value) for name, value in found.items()}
+            return unpack_values(found.items(), space, self.unreadable, complete=complete)
 
         return await self._database.read(work)
 
     async def take(self, space: str, name: str) -> bytes | None:
         """See `Store.take`."""
-        query = "DELETE FROM kept WHERE space = ? AND name = ? RETURNING value, expires"
+        query = "DELETE FROM kept WHERE space = ? AND name = ? RETURNING CAST(value AS BLOB), expires"
         row = await self._database.write(
             lambda connection: connection.execute(query, (space, name)).fetchone()
         )
-        return unpack_value(row[0]) if row and row[1] > time.time() else None
+        if row is None or row[1] <= time.time():
+            return None
+        return unpack_values([(name.encode(), row[0])], space, self.unreadable).get(name, b"")
 
     async def evict(self) -> Evicted:
         """See `Store.evict`."""
@@ -226,7 +234,7 @@ class SqliteStore:
 
     async def held_bytes(self) -> int:
         """See `Evicting.held_bytes`."""
-        return await self._database.read(held_bytes)
+        return (await self._database.read(totals))[0]
 
     async def oldest(self, after: float, limit: int) -> list[Session]:
         """See `Evicting.oldest`."""

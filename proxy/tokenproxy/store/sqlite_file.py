@@ -21,6 +21,7 @@ import msgspec
 
 from tokenproxy.base.folder_lock import locked_folder
 from tokenproxy.record.store import RecordDamaged, RecordRefused, StoreError, StoreStalled, StoreUnusable
+from tokenproxy.store.packed import text
 
 log = logging.getLogger("tokenproxy")
 
@@ -129,6 +130,7 @@ class DatabaseFile:
         # mode=rw: a name that points to nothing must not become a file with default permissions
         name = f"{self.path.absolute().as_uri()}?mode=rw"
         connection = sqlite3.connect(name, BUSY_S, isolation_level=None, check_same_thread=False, uri=True)
+        connection.text_factory = text
         try:
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute("PRAGMA secure_delete = OFF")

@@ -15,7 +15,11 @@ import msgspec
 from msgspec.structs import asdict
 
 from tokenproxy.record.store import (
+    DAMAGED,
     FOUND_AT_MOST,
+    LAST_POSITION,
+    LATEST_S,
+    MOST_BYTES,
     Before,
     Candidate,
     CandidateGroup,
@@ -26,7 +30,7 @@ from tokenproxy.record.store import (
     StoreUnusable,
     Unreadable,
 )
-from tokenproxy.store.packed import DAMAGED, unpack_entries
+from tokenproxy.store.packed import is_damaged, text, unpack_entries
 
 T = TypeVar("T", bytes, str)
 
@@ -83,16 +87,20 @@ _CREATED = {" ".join(each.split()) for each in _STATEMENTS if each.startswith("C
 """What SQLite keeps of the statements, each as one line."""
 FIELDS = Session.__struct_fields__
 """The first columns of `sessions`."""
-SESSIONS = f"SELECT {', '.join(FIELDS)} FROM sessions"
-TURNS = "SELECT CAST(id AS BLOB), packed FROM turns"
-"""As bytes: an id that is damaged may be no text."""
-USED_NOW = "max(:now, (SELECT coalesce(max(used), 0) FROM sessions) + 0.000001)"
-"""Marks a session as used now: the last of all, even if the clock was set back."""
+_TEXTS = ("id", "tenant", "cause")
+_COLUMNS = [f"CAST({field} AS BLOB)" if field in _TEXTS else field for field in FIELDS]
+SESSIONS = f"SELECT {', '.join(_COLUMNS)} FROM sessions"
+"""Texts as bytes, here and below: one that is damaged may be none."""
+TURNS = "SELECT CAST(id AS BLOB), CAST(packed AS BLOB) FROM turns"
+USED_NOW = f"max(:now, (SELECT coalesce(max(used), 0) FROM sessions WHERE used < {LATEST_S}) + 0.000001)"
+"""Marks a session as used now: the last of all, even if the clock was set back. A damaged time is ignored."""
+PLACED = f"position < {LAST_POSITION}"
+"""A text, which a position may be if it is damaged, is greater than all numbers."""
 PATH = """
 WITH RECURSIVE up (id) AS (
     VALUES (?) UNION SELECT turns.parent FROM up JOIN turns USING (id) WHERE turns.parent IS NOT NULL
 )
-SELECT CAST(id AS BLOB), packed FROM up JOIN turns USING (id)
+SELECT CAST(id AS BLOB), CAST(packed AS BLOB) FROM up JOIN turns USING (id)
 """
 _ADD_TO_SESSION = f"""
 INSERT INTO sessions VALUES (
@@ -177,7 +185,7 @@ def add_turns(connection: sqlite3.Connection, session: Session, rows: Sequence[T
     for row in new:
         if row.parent is not None:
             connection.execute("UPDATE turns SET state = 2 WHERE id = ?", (row.parent,))
-    return held_bytes(connection)
+    return totals(connection, restore=True)[0]
 
 
 def in_chunks(values: Iterable[T]) -> Iterator[list[T]]:
@@ -192,10 +200,26 @@ def question_marks(values: Sequence[object]) -> str:
     return ", ".join("?" * len(values))
 
 
-def held_bytes(connection: sqlite3.Connection) -> int:
-    """Bytes of turns and descriptions."""
-    size: int = connection.execute("SELECT size FROM totals").fetchone()[0]
-    return size
+def _is_below(value: object, end: int) -> bool:
+    return isinstance(value, int) and 0 <= value < end
+
+
+def totals(connection: sqlite3.Connection, *, restore: bool = False) -> tuple[int, int]:
+    """Bytes of turns and descriptions, and the last position of the feed. Added up if they are damaged.
+
+    Args:
+        restore: write them again then.
+    """
+    rows = connection.execute("SELECT size, last FROM totals").fetchall()
+    if len(rows) == 1 and _is_below(rows[0][0], MOST_BYTES) and _is_below(rows[0][1], LAST_POSITION):
+        return rows[0][0], rows[0][1]
+    size = f"SELECT coalesce(sum(size), 0) FROM sessions WHERE size BETWEEN 0 AND {MOST_BYTES}"
+    last = f"SELECT coalesce(max(position), 0) FROM sessions WHERE {PLACED}"
+    found: tuple[int, int] = connection.execute(f"SELECT ({size}), ({last})").fetchone()
+    if restore:
+        connection.execute("DELETE FROM totals")
+        connection.execute("INSERT INTO totals VALUES (?, ?)", found)
+    return found
 
 
 def read_sessions(
@@ -210,13 +234,16 @@ def read_sessions(
     # rows are read one by one, so that a query without LIMIT costs no more
     with closing(connection.execute(query, values)) as rows:
         while len(sessions) < limit and (row := rows.fetchone()):
-            fields = dict(zip(FIELDS, row, strict=True))
-            try:
-                fields["rewards"] = msgspec.msgpack.decode(fields["rewards"])
-                sessions.append(msgspec.convert(fields, Session, strict=False))
-            except DAMAGED as error:
-                unreadable.skip(f"session {fields['id']}", error)
+            if (session := unreadable.read(f"session {text(row[0])}", _session, row)) is not None:
+                sessions.append(session)
     return sessions
+
+
+def _session(row: Sequence[Any]) -> Session:
+    fields = dict(zip(FIELDS, row, strict=True))
+    texts = {name: fields[name].decode() for name in _TEXTS}
+    rewards = msgspec.msgpack.decode(fields["rewards"])
+    return msgspec.convert({**fields, **texts, "rewards": rewards}, Session, strict=False)
 
 
 def find(connection: sqlite3.Connection, keys: Sequence[bytes]) -> dict[bytes, Found]:
@@ -254,7 +281,7 @@ def remove(connection: sqlite3.Connection, rollout: str, pinned_at: float, limit
     if not connection.execute(delete, (rollout, pinned_at)).rowcount:
         return False
     found_by: dict[IndexEntry, None] = {}
-    rows = connection.execute("SELECT id, entries FROM turns WHERE rollout = ?", (rollout,))
+    rows = connection.execute("SELECT id, CAST(entries AS BLOB) FROM turns WHERE rollout = ?", (rollout,))
     for turn, packed_entries in rows.fetchall():
         entries = unpack_entries(packed_entries)
         delete = "DELETE FROM entries WHERE key = ? AND ids = ? AND turn = ?"
@@ -288,6 +315,7 @@ def finish(
     of_turns_alone = bool(rewards) and "" not in rewards
     if not turns or (turns == finished_turns and not changed) or (of_turns_alone and not position):
         return False
+    totals(connection, restore=True)
     connection.execute("UPDATE totals SET last = max(last + 1, ?)", (int(now * 1e6),))
     update = """
         UPDATE sessions SET position = (SELECT last FROM totals), revision = revision + 1, cause = ?,
@@ -312,9 +340,10 @@ def put(connection: sqlite3.Connection, row: Kept, now: float, most: int, before
     expired = "SELECT rowid FROM kept WHERE space = ? AND expires <= ? ORDER BY expires LIMIT ?"
     delete = "DELETE FROM kept WHERE rowid IN "
     connection.execute(f"{delete} ({expired})", (space, now, _EXPIRED_AT_ONCE))
-    query = "SELECT value FROM kept WHERE space = ? AND name = ? AND expires > ?"
+    query = "SELECT CAST(value AS BLOB) FROM kept WHERE space = ? AND name = ? AND expires > ?"
     held = connection.execute(query, (space, name, now)).fetchone()
-    if len(value) > most or before not in (..., held[0] if held else None):
+    there = None if held is None or (before is None and is_damaged(held[0])) else held[0]
+    if len(value) > most or before not in (..., there):
         return False
     connection.execute("DELETE FROM kept WHERE space = ? AND name = ?", (space, name))
     connection.execute("INSERT INTO kept VALUES (?, ?, ?, ?)", row)

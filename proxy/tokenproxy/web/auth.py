@@ -117,7 +117,8 @@ class NoKeys:
         if scope["type"] == "http":
             check_page(scope["headers"], self._origins)
             local = self._loopback and self._is_local(scope["headers"])
-            scope = {**scope, SCOPES_KEY: EVERY_SCOPE if local else WITHOUT_ADMIN}
+            # what the gate gave to a request with an unexpected name stays
+            scope = {SCOPES_KEY: EVERY_SCOPE if local else WITHOUT_ADMIN, **scope}
         await self._app(scope, receive, send)
 
     def _is_local(self, headers: Headers) -> bool:
@@ -129,14 +130,15 @@ class NoKeys:
         return True
 
 
-def check_page(headers: Headers, origins: Collection[bytes]) -> None:
+def check_page(headers: Headers, origins: Collection[bytes], *, links: bool = True) -> None:
     """Refuse a request that a web page sent, unless it is the proxy's own page. For clients without keys.
 
     Browsers let pages of other origins send some requests without asking the server first, and tell it where
-    they come from. A link to the proxy may be followed.
+    they come from.
 
     Args:
         origins: those whose pages may use the proxy; `*` is all.
+        links: whether a link to the proxy may be followed. A frame in a page counts as a link.
 
     Raises:
         Forbidden: it is a page of another origin.
@@ -145,7 +147,7 @@ def check_page(headers: Headers, origins: Collection[bytes]) -> None:
     origin = sent.get(b"origin")
     if origin is None:
         foreign = sent.get(b"sec-fetch-site") in (b"cross-site", b"same-site")
-        foreign = foreign and sent.get(b"sec-fetch-mode") != b"navigate"
+        foreign = foreign and not (links and sent.get(b"sec-fetch-mode") == b"navigate")
     else:
         foreign = origin.partition(b"://")[2] != sent.get(b"host")
         foreign = foreign and origin not in origins and b"*" not in origins

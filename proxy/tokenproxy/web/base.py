@@ -10,7 +10,7 @@ from tokenproxy.record.store import Session, session_id
 from tokenproxy.turn.services import Services
 from tokenproxy.viewer.recording import Recording
 from tokenproxy.web.keys import KeyScope
-from tokenproxy.web.parameters import session_in_path, unknown_session
+from tokenproxy.web.parameters import check_parameters, session_in_path, unknown_session
 
 T = TypeVar("T")
 
@@ -83,9 +83,12 @@ class SessionRoute(StoreRoute):
     """Base of the routes that show one recorded session, which their path names."""
 
     methods: ClassVar[tuple[str, ...]] = ("GET",)
+    parameters: ClassVar[tuple[str, ...]] = ()
+    """Names in the query."""
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """See `show`."""
+        check_parameters(request, self.parameters, several=("class",))
         store, name = services.store, session_in_path(request)
         session = await store.session(session_id(request.tenant, name))
         if session is None:

@@ -19,7 +19,7 @@ from tokenproxy.base.http import Request, Response, json_response, query_pairs, 
 from tokenproxy.monitoring.exchange import waiting
 from tokenproxy.record import feed
 from tokenproxy.record.feed import Acknowledged, Consumer
-from tokenproxy.record.store import Store
+from tokenproxy.record.store import LAST_POSITION, Store
 from tokenproxy.samples.feed import (
     FeedFilter,
     FeedStep,
@@ -32,6 +32,7 @@ from tokenproxy.samples.layouts import Layout
 from tokenproxy.samples.samples import Shared
 from tokenproxy.samples.turn_json import stored_json
 from tokenproxy.turn.services import Services
+from tokenproxy.web.auth import check_page
 from tokenproxy.web.base import StoreRoute
 from tokenproxy.web.keys import KeyScope
 from tokenproxy.web.parameters import (
@@ -41,6 +42,7 @@ from tokenproxy.web.parameters import (
     refused_as,
     requested_classes,
     requested_layout,
+    requested_limit,
     requested_shared,
 )
 
@@ -90,6 +92,9 @@ class FeedSamples(StoreRoute):
         `after`, else after what the consumer acknowledged, else from the beginning.
         """
         requested = _read_parameters(request)
+        if requested.consumer and not request.tenant:  # the store remembers it
+            origins = [origin.encode() for origin in services.settings.cors_origins]
+            check_page(request.headers, origins, links=False)
         step = await _read_or_wait(requested, request.tenant, services)
         data = await asyncio.to_thread(
             lambda: [_shown(rollout, requested.layout) for rollout in step.rollouts]
@@ -164,9 +169,7 @@ def _read_parameters(request: Request) -> _FeedRequest:
     """The parameters in the query. Raises BadRequest: one is unknown, or has a wrong value."""
     _check_names(request)
     consumer, after = query_value(request, "consumer", ""), query_value(request, "after", "")
-    limit = number("limit", query_value(request, "limit", "16"))
-    if not 1 <= limit <= MOST_ROLLOUTS or limit % 1:
-        raise BadRequest(f"`limit` must be a whole number between 1 and {MOST_ROLLOUTS}", param="limit")
+    limit = requested_limit(request, 16, MOST_ROLLOUTS)
     wait_s = number("wait", query_value(request, "wait", "0"))
     if not 0 <= wait_s <= LONGEST_WAIT_S:
         raise BadRequest(f"`wait` must be between 0 and {LONGEST_WAIT_S:g} seconds", param="wait")
@@ -176,7 +179,7 @@ def _read_parameters(request: Request) -> _FeedRequest:
     return _FeedRequest(
         consumer=check_name(consumer, "consumer") if consumer else "",
         after=_position(after, "after") if after else None,
-        limit=int(limit),
+        limit=limit,
         wait_s=wait_s,
         selected=FeedFilter(request.tenant, metadata, weights, requested_classes(request)),
         layout=requested_layout(request),
@@ -202,9 +205,9 @@ async def _read_or_wait(requested: _FeedRequest, tenant: str, services: Services
     store, watch = services.store, services.history.feed_watch
     deadline = time.monotonic() + requested.wait_s
     start = await _start(requested, tenant, store)
-    end = (await store.feed(2**62, limit=0)).end
+    end = (await store.feed(LAST_POSITION, limit=0)).end
     # a store that was lost may have given greater positions
-    position = min(start, (await store.feed(2**62, limit=0, tenant=tenant)).end)
+    position = min(start, (await store.feed(LAST_POSITION, limit=0, tenant=tenant)).end)
     while True:
         step = await read_step(
             store, position, requested.limit, requested.selected, requested.shared, asyncio.to_thread
@@ -221,7 +224,7 @@ async def _read_or_wait(requested: _FeedRequest, tenant: str, services: Services
                 grown = await watch.wait(end, min(left, _STOP_CHECK_S))
         if time.monotonic() > deadline:
             return step
-        end = (await store.feed(2**62, limit=0)).end
+        end = (await store.feed(LAST_POSITION, limit=0)).end
 
 
 async def _start(requested: _FeedRequest, tenant: str, store: Store) -> int:

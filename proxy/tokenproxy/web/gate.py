@@ -12,6 +12,7 @@ A route has one canonical path, and clients write their base URLs differently:
 import ipaddress
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from urllib.parse import unquote
 
 from starlette.routing import BaseRoute, Match, compile_path
@@ -19,6 +20,7 @@ from starlette.routing import BaseRoute, Match, compile_path
 from tokenproxy.base.errors import ApiError, BadRequest, HeadTooLarge, NotFound
 from tokenproxy.base.types import ASGIApp, Receive, Scope, Send
 from tokenproxy.web.base import Route
+from tokenproxy.web.keys import SCOPES_KEY
 from tokenproxy.web.parameters import HEADER, check_name
 from tokenproxy.web.sending import send_error
 
@@ -167,6 +169,8 @@ class OtherPaths(BaseRoute):
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """Paths for health checks and scrapers, which have no key and use the address of a container."""
+_BARE_PATHS = OPEN_PATHS - {"/metrics"}
+"""Those that also respond under every name, without details: a check may use the name of a service."""
 HEAD_LIMIT_BYTES = 64 * 2**10
 """Largest request line with headers."""
 _ANY_METHOD = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
@@ -208,7 +212,8 @@ class Gate:
             self._check_head(scope)
             check_path(scope)
             scope = self._paths.of(scope)
-            self._check_host(scope, [value for name, value in scope["headers"] if name == b"host"])
+            if not self._expects_host(scope, [value for name, value in scope["headers"] if name == b"host"]):
+                scope = {**scope, SCOPES_KEY: frozenset()}
             if scope["method"] == "OPTIONS":
                 headers = [(b"allow", ", ".join(self.allowed(path_of(scope))).encode())]
                 await send({"type": "http.response.start", "status": 204, "headers": headers})
@@ -232,16 +237,24 @@ class Gate:
         if size > HEAD_LIMIT_BYTES:
             raise HeadTooLarge(f"the request line and headers are over the limit of {HEAD_LIMIT_BYTES} bytes")
 
-    def _check_host(self, scope: Scope, values: Sequence[bytes]) -> None:
+    def _expects_host(self, scope: Scope, values: Sequence[bytes]) -> bool:
+        """Whether a request may get details. Raises BadRequest: it must not get anything.
+
+        A web page cannot make its own address that of this machine, only its own name. So scrapers may use
+        any address.
+        """
         if len(values) > 1:
             raise BadRequest("a request must have one Host header", param="host")
         if not self._hosts and not self._domains and not self._loopback:
-            return
-        if scope["method"] in ("GET", "HEAD") and path_of(scope) in OPEN_PATHS:
-            return
+            return True
         host = host_name(values[0]) if values else ""
         if is_loopback(host) if self._loopback else host in self._hosts or host.endswith(self._domains):
-            return
+            return True
+        path = path_of(scope) if scope["method"] in ("GET", "HEAD") else ""
+        if path in OPEN_PATHS and _is_address(host):
+            return True
+        if path in _BARE_PATHS:
+            return False
         raise BadRequest(
             "this proxy is not served under the name in the Host header: add it to `allowed_hosts`",
             param="host",
@@ -261,7 +274,11 @@ def is_loopback(host: str) -> bool:
     """Whether a host name or address is a loopback address."""
     if host in _USUAL_LOOPBACK:
         return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
+    return ipaddress.ip_address(host).is_loopback if _is_address(host) else host.lower() == "localhost"
+
+
+def _is_address(host: str) -> bool:
+    with suppress(ValueError):
+        ipaddress.ip_address(host)
+        return True
+    return False

@@ -158,7 +158,8 @@ def check_parameters(request: Request, known: Sequence[str], several: Collection
     counts = Counter(name for name, _ in query_pairs(request))
     for name, count in counts.items():
         if name not in known:
-            raise BadRequest(f"`{name}` is no parameter of this route: it has {', '.join(known)}", param=name)
+            problem = f"it has {', '.join(known)}" if known else "it has none"
+            raise BadRequest(f"`{name}` is no parameter of this route: {problem}", param=name)
         if count > 1 and name not in several:
             raise BadRequest(f"`{name}` must not be repeated", param=name)
 
@@ -170,12 +171,18 @@ def number(name: str, text: str) -> float:
     return float(text)
 
 
+def requested_limit(request: Request, default: int, most: int) -> int:
+    """The parameter `limit`."""
+    limit = number("limit", query_value(request, "limit", str(default)))
+    if not 1 <= limit <= most or limit % 1:
+        raise BadRequest(f"`limit` must be a whole number between 1 and {most}", param="limit")
+    return int(limit)
+
+
 def requested_page(request: Request) -> tuple[int, float]:
     """The parameters `limit` and `before`, which is the field `next` or a time."""
-    limit = number("limit", query_value(request, "limit", "100"))
-    if not 1 <= limit <= _MOST_LISTED:
-        raise BadRequest(f"`limit` must be between 1 and {_MOST_LISTED}", param="limit")
-    return int(limit), number("before", query_value(request, "before", "") or "inf")
+    limit = requested_limit(request, 100, _MOST_LISTED)
+    return limit, number("before", query_value(request, "before", "") or "inf")
 
 
 def next_page(last: Session) -> str:

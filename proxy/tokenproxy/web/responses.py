@@ -6,6 +6,7 @@ import msgspec
 
 from tokenproxy.base.errors import BadRequest, NotFound
 from tokenproxy.base.http import Request, Response, json_response, query_value
+from tokenproxy.base.types import Fields
 from tokenproxy.formats.responses.format import COMPACT_PATH, PATH, ResponsesFormat
 from tokenproxy.formats.responses.items import is_response_id
 from tokenproxy.formats.responses.records import ResponseRecord, recall
@@ -18,6 +19,7 @@ from tokenproxy.web.turns import serve_format
 
 _RENAMED = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 """Names of fields of a chat completion to those of the request that it was made of."""
+_OUTLINE = msgspec.json.Decoder(Fields)
 
 
 class Responses(Route):
@@ -55,12 +57,18 @@ class _Stored:
         self._history = services.history
 
     async def read(self, names: Iterable[str]) -> dict[str, bytes]:
-        """Those of these names that are stored. Raises StoreError."""
+        """Those of these names that are stored, and can be read. Raises StoreError."""
         asked = {session_id(self._tenant, name): name for name in names}
         if not asked:
             return {}
-        found = await self._history.store.get(DOCUMENTS, list(asked))
-        return {asked[name]: content for name, content in found.items()}
+        store = self._history.store
+        found = await store.get(DOCUMENTS, list(asked))
+        read = store.unreadable.read  # a document is decoded later: here only its outline is checked
+        return {
+            asked[name]: content
+            for name, content in found.items()
+            if read(f"{DOCUMENTS} {name}", _OUTLINE.decode, content) is not None
+        }
 
     async def keep(self, name: str, content: bytes) -> bool:
         """Store a document; False if that comes later, or after a failure, which is logged and counted."""
@@ -88,17 +96,16 @@ class OneResponse(StoreRoute):
     async def answer(self, request: Request, services: Services, /) -> Response:
         """GET: the response as its client got it. DELETE: `{"id", "object", "deleted"}`."""
         name = _name(request)
-        document = session_id(request.tenant, name)
         if request.method == "DELETE":
-            if await services.store.take(DOCUMENTS, document) is None:
+            if await services.store.take(DOCUMENTS, session_id(request.tenant, name)) is None:
                 raise _unknown(name)
             return json_response({"id": name, "object": "response", "deleted": True})
         if query_value(request, "stream", "false") == "true":
             raise BadRequest("`stream` is not supported: a stored response is complete", param="stream")
-        found = await services.store.get(DOCUMENTS, [document])
-        if document not in found:
+        found = await _Stored(request, services).read([name])
+        if name not in found:
             raise _unknown(name)
-        return json_response(msgspec.json.decode(found[document], type=ResponseRecord).response)
+        return json_response(msgspec.json.decode(found[name], type=ResponseRecord).response)
 
 
 def _name(request: Request) -> str:

@@ -21,16 +21,20 @@ from tokenproxy.viewer.recording import Recording
 from tokenproxy.web.base import SessionRoute, StoreRoute
 from tokenproxy.web.parameters import (
     check_name,
+    check_parameters,
     next_page,
     number,
     requested_classes,
     requested_layout,
+    requested_limit,
     requested_page,
     requested_shared,
     session_in_path,
     unknown_session,
 )
 
+MOST_TURNS = 1_000_000
+"""Of a session that are returned at once."""
 _DESCRIPTION = ("defaults", "overrides", "metadata")
 _AMBIGUOUS = (
     "another rollout held an equal conversation, so turns of the two may have been confused: name a session "
@@ -53,6 +57,7 @@ class Sessions(StoreRoute):
         """POST: `{"id", "defaults", "overrides", "metadata"}`, all optional. GET: `?limit=&before=`."""
         if request.method == "POST":
             return await _save(request, services)
+        check_parameters(request, ("limit", "before"))
         limit, before = requested_page(request)
         sessions = await services.store.sessions(limit=limit, tenant=request.tenant, before=before)
         following = next_page(sessions[-1]) if len(sessions) == limit else None
@@ -65,6 +70,7 @@ class OneSession(SessionRoute):
 
     path = "/v1/sessions/{session}"
     methods = ("GET", "DELETE")
+    parameters = ("ids", "limit", "after")
     summary = "A session with the tree of its turns"
 
     async def answer(self, request: Request, services: Services, /) -> Response:
@@ -85,12 +91,14 @@ class OneSession(SessionRoute):
         `?ids=true` adds ids. `?limit=&after=`: that many turns after the turn `after`; `next` is the last of
         them while more follow. A slow reader holds no more of a large session than one such page.
         """
-        with_ids, rewards = query_value(request, "ids", "false") == "true", found.rewards
+        ids, rewards = query_value(request, "ids", "false"), found.rewards
+        if ids not in ("true", "false"):
+            raise BadRequest("`ids` must be true or false", param="ids")
         page = _page(request, found.turns)
 
         def tree() -> dict[str, Any]:
             classes = classes_of(found.turns)
-            shown = [_shown(turn, classes[turn.id], rewards.get(turn.id), with_ids) for turn in page]
+            shown = [_shown(turn, classes[turn.id], rewards.get(turn.id), ids == "true") for turn in page]
             more = page and page[-1] is not found.turns[-1]
             following = page[-1].id if more else None
             return {"agents": agents_of(found.turns, classes), "turns": shown, "next": following}
@@ -103,6 +111,7 @@ class SessionSamples(SessionRoute):
     """Returns the training samples of a session."""
 
     path = "/v1/sessions/{session}/samples"
+    parameters = ("shared", "layout", "class")
     summary = "A session's training samples, one for each leaf"
 
     async def show(self, request: Request, services: Services, found: Recording) -> Response:
@@ -125,12 +134,13 @@ class SessionTraces(SessionRoute):
     """Returns the turns of a session as rLLM's trainers read them."""
 
     path = "/v1/sessions/{session}/traces"
+    parameters = ("since", "limit")
     summary = "A session's turns, each with its whole prompt, for rLLM"
 
     async def show(self, request: Request, services: Services, found: Recording) -> Response:
         """`?since=&limit=`: a list of rLLM's `TraceRecord`, in the order of the requests."""
         since = number("since", query_value(request, "since", "0"))
-        most, name = _limit(request), found.session.name
+        most, name = requested_limit(request, MOST_TURNS, MOST_TURNS), found.session.name
         return json_response(
             await services.encoders.run(lambda: traces_of(found.turns, name, since=since, limit=most))
         )
@@ -261,17 +271,9 @@ def _described(session: Session) -> dict[str, Any]:
     }
 
 
-def _limit(request: Request) -> int | None:
-    """The parameter `limit` of a list of turns; None for all."""
-    limit = number("limit", query_value(request, "limit", "inf"))
-    if limit < 1:
-        raise BadRequest("`limit` must be at least 1", param="limit")
-    return None if math.isinf(limit) else int(limit)
-
-
 def _page(request: Request, turns: Sequence[Turn]) -> Sequence[Turn]:
     """The turns that `?limit=&after=` selects."""
-    limit, after = _limit(request), query_value(request, "after", "")
+    limit, after = requested_limit(request, MOST_TURNS, MOST_TURNS), query_value(request, "after", "")
     before = [index for index, turn in enumerate(turns) if turn.id == after]
     if after and not before:
         raise BadRequest(

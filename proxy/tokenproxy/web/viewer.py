@@ -121,13 +121,6 @@ class ViewerDataRoute(SessionRoute):
 
     is_public = False
     store_seconds = 30.0
-    parameters: tuple[str, ...] = ()
-    """Names in the query."""
-
-    async def answer(self, request: Request, services: Services, /) -> Response:
-        """See `show`."""
-        check_parameters(request, self.parameters)
-        return await super().answer(request, services)
 
 
 class ViewerSession(ViewerDataRoute):

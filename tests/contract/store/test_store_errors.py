@@ -1,8 +1,10 @@
 """What errors of stores say, and what they leave intact."""
 
 import asyncio
+import math
 import sqlite3
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import cast
@@ -12,11 +14,14 @@ import redis
 
 from tests.support.ports import held_port
 from tests.support.redis_server import run_redis
-from tests.support.store_utils import add, digest_of, entry, make_turn, opened
+from tests.support.store_utils import add, digest_of, entry, make_turn, opened, usage
+from tokenproxy.fleet.shared import SharedError
 from tokenproxy.monitoring.metrics import Metrics
-from tokenproxy.record.store import Cause, Limits, Store, StoreError
+from tokenproxy.record import feed
+from tokenproxy.record.store import Cause, Limits, RecordRefused, Store, StoreError
 from tokenproxy.samples.feed import FeedFilter, read_step
 from tokenproxy.samples.turn_json import traces_of
+from tokenproxy.store.fleet_words import StoredWords
 from tokenproxy.store.guarded import GuardedStore
 from tokenproxy.store.redis import RedisStore
 from tokenproxy.store.sqlite import SqliteStore
@@ -164,6 +169,148 @@ async def test_all_but_damaged_records_is_served(shared_url: str, damage: Callab
     await store.finish("c", Cause.REWARD, {"": 2.0})
     assert (await store.feed(0, limit=9)).sessions[-1].rewards == {"": 2.0}
     await store.aclose()
+
+
+_OF_SESSIONS: dict[str, tuple[str, bytes]] = {
+    "no text": ("cause", b"\xff"),
+    "a tenant that is no text": ("tenant", b"\xff"),
+    "a position that is text": ("position", b"qq"),
+    "a position beyond all": ("position", b"9223372036854775807"),
+    "a time that never comes": ("used", b"inf"),
+    "a number that is text": ("turns", b"x"),
+    "a size beyond all": ("size", b"9223372036854775807"),
+}
+_OF_VALUES = {"no value": b"zjunk", "no consumer": b"=\xff", "nothing": b"", "another time": b"=\x92\x01\xc0"}
+
+
+def _change(url: str, session: Mapping[str, bytes], values: Mapping[tuple[str, str], bytes]) -> None:
+    """Set columns of the session `b`, and values by their space and name, to other bytes."""
+    if url.startswith("redis"):
+        with redis.Redis.from_url(url) as client:
+            for field, value in session.items():
+                client.hset("tokenproxy:{sessions}:rollout:b", field, value)
+                if field == "used":
+                    client.zadd("tokenproxy:{sessions}:used", {"b": math.inf})
+            for (space, name), value in values.items():
+                client.hset(f"tokenproxy:{{v/{space}}}:values", name, value)
+                client.zadd(f"tokenproxy:{{v/{space}}}:expiry", {name: math.inf})
+        return
+    with closing(sqlite3.connect(url.removeprefix("sqlite://"))) as connection, connection:
+        for field, value in session.items():
+            number = "9e999" if value == b"inf" else "CAST(? AS TEXT)"
+            query = f"UPDATE sessions SET {field} = {number} WHERE id = 'b'"
+            connection.execute(query, () if value == b"inf" else (value,))
+        for (space, name), value in values.items():
+            connection.execute("DELETE FROM kept WHERE space = ? AND name = ?", (space, name))
+            connection.execute("INSERT INTO kept VALUES (?, ?, 9e999, ?)", (space, name, value))
+
+
+async def _served(store: Store) -> None:
+    """All that lists sessions serves those that can be read, and the feed goes on."""
+    for _ in range(4):
+        assert {each.id for each in await store.sessions(limit=9)} == {"a", "c"}
+        page = await store.feed(0, limit=9, tenant="")
+        assert ([each.id for each in page.sessions], page.end) == (["a", "c"], page.sessions[-1].position)
+        assert (await store.feed(0, limit=9)).sessions == page.sessions
+        assert await store.session("b") is None
+    await add(store, turn := make_turn("d"))
+    await feed.finish_idle(store, time.time() + 1)
+    last = (await store.feed(0, limit=9)).sessions[-1]
+    assert (last.id, last.cause, math.isfinite(last.used)) == ("d", Cause.IDLE, True)
+    assert await store.turns("d") == [turn]
+    assert (await store.evict()).rollouts == 0
+
+
+@pytest.mark.parametrize(("field", "value"), _OF_SESSIONS.values(), ids=_OF_SESSIONS.keys())
+async def test_a_damaged_session_is_left_out(
+    shared_url: str, field: str, value: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    guarded = GuardedStore(make_store(shared_url, Limits()), Metrics())
+    store = cast(Store, guarded)
+    await store.open()
+    for rollout in ("a", "b", "c"):
+        await add(store, make_turn(rollout))
+        await store.finish(rollout, Cause.REWARD, {"": 1.0})
+    _change(shared_url, {field: value}, {})
+    await _served(store)
+    health = guarded.health()
+    assert (health.state, health.unreadable, health.unreadable_records) == ("ok", 1, ["session b"])
+    assert caplog.text.count("session b is damaged") == 1
+    await add(store, turn := make_turn("b"))
+    assert turn in await store.turns("b") and guarded.health().state == "ok"
+    await store.aclose()
+
+
+@pytest.mark.parametrize("value", _OF_VALUES.values(), ids=_OF_VALUES.keys())
+async def test_a_damaged_value_is_left_out_until_it_is_written_again(shared_url: str, value: bytes) -> None:
+    guarded = GuardedStore(make_store(shared_url, Limits()), Metrics())
+    store = cast(Store, guarded)
+    await store.open()
+    await add(store, make_turn("a"))
+    await store.finish("a", Cause.END)
+    end = (await store.feed(0, limit=1)).end
+    await feed.acknowledge(store, "", "sound", 0)
+    names = [("consumers", "/k"), ("idle", ""), ("clock", ""), ("fleets/f", "x")]
+    _change(shared_url, {}, dict.fromkeys(names, value))
+    assert [each.name for each in await feed.consumers(store)] == ["sound"]
+    assert await feed.acknowledged(store, "", "k") is None
+    assert await feed.acknowledged_by_all(store) == {"": 0}
+    assert (await store.evict()).rollouts == 0  # reads and writes the clock
+    await add(store, make_turn("b"))
+    await feed.finish_idle(store, time.time() + 1)
+    assert (await store.feed(end, limit=9)).sessions[0].id == "b"
+    records = guarded.health().unreadable_records
+    assert sorted(records) == ["clock ", "consumers k", "idle "]
+    if value != b"=\xff":  # what the fleet's processes share is not left out, but refused
+        with pytest.raises(SharedError):
+            await StoredWords(store, "f").read()
+    assert await feed.acknowledge(store, "", "k", end) == end
+    assert [(each.name, each.position) for each in await feed.consumers(store)] == [("k", end), ("sound", 0)]
+    _change(shared_url, {}, {("consumers", "/k"): value})
+    assert await feed.forget(store, "", "k") and not await feed.forget(store, "", "k")
+    await store.aclose()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "DELETE FROM totals",
+        "UPDATE totals SET last = 9223372036854775807",
+        "UPDATE totals SET size = 'x', last = 'x'",
+    ],
+)
+async def test_totals_that_are_damaged_are_restored(sqlite_url: str, damage: str) -> None:
+    async with opened(sqlite_url) as store:
+        for rollout in ("a", "b"):
+            await add(store, make_turn(rollout))
+        await store.finish("a", Cause.END)
+        held, end = await usage(store), (await store.feed(0, limit=1)).end
+        with closing(sqlite3.connect(sqlite_url.removeprefix("sqlite://"))) as connection, connection:
+            connection.execute(damage)
+        assert (await store.feed(0, limit=1)).end == end
+        assert await store.held_bytes() == held.size  # type: ignore[attr-defined]
+        await store.finish("b", Cause.END)
+        assert [each.id for each in (await store.feed(end, limit=9)).sessions] == ["b"]
+
+
+@pytest.mark.parametrize("damage", [b"x", b"inf", b"9223372036854775807"])
+async def test_totals_of_redis_that_are_damaged_begin_anew(redis_url: str, damage: bytes) -> None:
+    async with opened(redis_url) as store:
+        await add(store, make_turn("a"))
+        await feed.acknowledge(store, "", "k", 0)
+        with redis.Redis.from_url(redis_url) as client:
+            for field in ("size", "last"):
+                client.hset("tokenproxy:{sessions}:totals", field, damage)
+            client.set("tokenproxy:{v/consumers}:bytes", damage)
+            client.set("tokenproxy:{s/broken}:turns", "no hash")
+            client.zadd(b"tokenproxy:key:" + digest_of("k"), {b"\xff": 0.0})
+        assert (await store.find([digest_of("k")]))[digest_of("k")].groups[0].candidates == [("", "")]
+        await add(store, make_turn("b"))
+        await store.finish("b", Cause.END)
+        await feed.acknowledge(store, "", "other", 0)
+        assert [each.waiting for each in await feed.consumers(store)] == [1, 1]
+        with pytest.raises(RecordRefused):  # the store works: nothing else waits for it
+            await add(store, make_turn("broken"))
 
 
 async def test_a_caller_that_left_spoils_nothing(sqlite_url: str) -> None:

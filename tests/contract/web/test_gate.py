@@ -87,6 +87,19 @@ def test_hosts(closed: httpx.Client) -> None:
         assert closed.post(path, headers=headers).status_code == 400
 
 
+@pytest.mark.parametrize("host", ["evil.example", "10.1.2.3:8100", "[fd00::1]:8100", ""])
+def test_details_without_a_key_are_for_addresses_and_expected_names(client: httpx.Client, host: str) -> None:
+    """A page whose own name resolves to this machine must not read them; health checks may ask."""
+    headers = {"host": host}
+    is_address = host[:1] in ("1", "[")
+    assert client.get("/health", headers=headers).status_code == 200
+    ready = client.get("/ready", headers=headers)
+    assert (ready.status_code, "engines" in ready.json()) == (200, is_address)
+    metrics = client.get("/metrics", headers=headers)
+    assert metrics.status_code == (200 if is_address else 400)
+    assert is_address or metrics.json()["error"]["code"] == "host_not_allowed"
+
+
 def test_a_head_over_the_limit(closed: httpx.Client) -> None:
     """Header, path and query count together."""
     headers = {"x-filler": "a" * (HEAD_LIMIT_BYTES - 2000), **_bearer()}

@@ -244,7 +244,9 @@ def test_without_keys_pages_of_other_origins_are_refused(
     for own in ({"origin": str(client.base_url).rstrip("/")}, {"sec-fetch-site": "same-origin"}):
         assert client.post(f"/v1/sessions/{name}/reward", json={"reward": 1}, headers=own).status_code == 200
     link = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
-    assert client.get("/viewer", headers=link).status_code == 200
+    for path, status in (("/viewer", 200), ("/v1/samples", 200), ("/v1/samples?consumer=a", 403)):
+        assert client.get(path, headers=link).status_code == status, path
+    assert done() == before
 
 
 def test_pages_may_be_allowed_without_keys(mortal: FakeVllm) -> None:

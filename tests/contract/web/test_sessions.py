@@ -59,6 +59,13 @@ _BAD: list[tuple[str, str, Message, str]] = [
     ("GET", "/{}/traces?limit=0", {}, "limit"),
     ("GET", "/{}?limit=0", {}, "limit"),
     ("GET", "/{}?after=unknown", {}, "after"),
+    ("GET", "/{}?limit=1.9", {}, "limit"),
+    ("GET", "/{}?limit=1&limit=2", {}, "limit"),
+    ("GET", "/{}?ids=True", {}, "ids"),
+    ("GET", "/{}?id=true", {}, "id"),
+    ("GET", "?limit=1.5", {}, "limit"),
+    ("GET", "?limits=1", {}, "limits"),
+    ("GET", "/{}/samples?clas=main", {}, "clas"),
 ]
 
 

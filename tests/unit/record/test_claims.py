@@ -7,12 +7,15 @@ import pytest
 
 from chat_tokenizer import ids
 from tests.support.recording import assistant, chat_request, rendered_plan, user
+from tests.support.utils import until
 from tokenproxy.base.request import ChatRequest, EngineRoute, GivenIds
-from tokenproxy.record.claims import Claims
+from tokenproxy.monitoring.metrics import Metrics
+from tokenproxy.record.claims import Claims, Tasks
 from tokenproxy.record.completion import Completion, SampledChoice
 from tokenproxy.record.history import History
 from tokenproxy.record.plan import Placement, PromptPlan, ServedModel, place
 from tokenproxy.record.recorder import Recording
+from tokenproxy.record.store import StoreError
 
 _MODEL = ServedModel("m", None, max_model_len=100)
 
@@ -85,3 +88,28 @@ async def test_a_deleted_rollout_is_not_recorded_and_the_others_are(history: His
     choices = [SampledChoice(at, {}, [1], [0.0], "stop", prompt_ids=b"[5]") for at in (0, 1)]
     await recording.add(Completion(None, choices, 2))
     assert (await history.store.turns(gone), len(await history.store.turns(kept))) == ([], 1)
+
+
+async def test_what_runs_forever_survives_every_error_and_logs_it_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    errors = [StoreError("away"), *(ValueError("odd") for _ in range(3)), None, ValueError("odd")]
+    steps = 0
+
+    async def step() -> None:
+        nonlocal steps
+        steps += 1
+        await asyncio.sleep(0)
+        if steps <= len(errors) and (error := errors[steps - 1]) is not None:
+            raise error
+
+    tasks = Tasks(Metrics(), 0.0)
+    tasks.run_forever(step, "nothing is done")
+    await until(lambda: steps > len(errors) + 1)
+    await tasks.aclose()
+    assert [record.getMessage() for record in caplog.records] == [
+        "nothing is done: away",
+        "nothing is done",
+        "nothing is done",
+    ]
+    assert caplog.text.count("ValueError: odd") == 2

@@ -7,6 +7,8 @@ import pytest
 
 from tests.support.store_utils import add, make_turn
 from tests.support.utils import until
+from tokenproxy.monitoring.metrics import Metrics
+from tokenproxy.record.claims import Tasks
 from tokenproxy.record.feed import FeedWatch
 from tokenproxy.record.store import Cause, FeedPage, Limits, StoreError
 from tokenproxy.store.sqlite import SqliteStore
@@ -26,7 +28,8 @@ async def test_all_who_wait_share_the_polls_also_after_the_store_failed(notified
 
     store.feed = count  # type: ignore[method-assign]
     watch = FeedWatch(store, 1000.0 if notified else 0.002)
-    polling = asyncio.create_task(watch.poll_forever())
+    tasks = Tasks(Metrics(), 0.002)
+    tasks.run_forever(watch.poll, "the feed cannot be watched")
     waiting = [asyncio.create_task(watch.wait(0, 15)) for _ in range(100)]
     await until(lambda: polls >= (1 if notified else 3))
     fails, before = False, polls
@@ -40,4 +43,4 @@ async def test_all_who_wait_share_the_polls_also_after_the_store_failed(notified
     waits = asyncio.create_task(watch.wait(2**60, 15))
     watch.notify()
     assert await waits
-    polling.cancel()
+    await tasks.aclose()

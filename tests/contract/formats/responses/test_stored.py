@@ -1,5 +1,8 @@
 """Stored responses: continued, read, listed, deleted, and found by their own tenant only."""
 
+import sqlite3
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -95,3 +98,19 @@ def test_a_store_that_does_not_respond(mortal: FakeVllm, monkeypatch: pytest.Mon
         assert _post(client, input="more", previous_response_id=made["id"]).status_code == 200
         assert client.get(f"/v1/responses/{made['id']}").json() == made
         assert client.get("/v1/responses/resp_0").status_code in (404, 503)
+
+
+def test_a_damaged_response_counts_as_one_that_is_not_stored(mortal: FakeVllm, tmp_path: Path) -> None:
+    file = tmp_path / "x.db"
+    with run_proxy([mortal], store=f"sqlite://{file}") as client:
+        for content in (b"z\xff", b"={", b"=\xff", b""):
+            made, other = _post(client, input="Hi").json(), _post(client, input="Hi").json()
+            with closing(sqlite3.connect(file)) as connection, connection:
+                connection.execute("UPDATE kept SET value = ? WHERE name = ?", (content, made["id"]))
+            path = f"/v1/responses/{made['id']}"
+            assert client.get(path).json()["error"]["code"] == "response_not_found"
+            refused = _post(client, input="more", previous_response_id=made["id"])
+            assert refused.json()["error"]["code"] == "previous_response_not_found"
+            assert f"documents {made['id']}" in client.get("/ready").json()["store"]["unreadable_records"]
+            assert client.delete(path).json()["deleted"]
+            assert _post(client, input="more", previous_response_id=other["id"]).status_code == 200
