@@ -16,7 +16,7 @@ from tokenproxy.record.store import Store, StoreError
 from tokenproxy.samples.export import ExportRefused, chosen_rollouts, whole_file
 from tokenproxy.viewer.exported import NotAnExport, read_export
 from tokenproxy.viewer.page import single_file
-from tokenproxy.viewer.recording import PageData, Recording, add_recording
+from tokenproxy.viewer.recording import PageData, RecordedSession, add_recording
 from tokenproxy.viewer.served import ViewError, page_from_server
 from tokenproxy.web.parameters import check_name
 
@@ -93,14 +93,14 @@ def _template(options: argparse.Namespace) -> str | None:
     return options.chat_template.read_text() if options.chat_template else None
 
 
-async def _read_store(store: Store, names: Sequence[str]) -> list[Recording]:
+async def _read_store(store: Store, names: Sequence[str]) -> list[RecordedSession]:
     await store.open()
     try:
         recordings = []
         for rollout in await chosen_rollouts(store, names):
             session = await store.session(rollout)
             if session is not None:
-                recordings.append(Recording(session, await store.turns(rollout), session.rewards))
+                recordings.append(RecordedSession(session, await store.turns(rollout), session.rewards))
         return recordings
     finally:
         await store.aclose()

@@ -14,7 +14,7 @@ from tokenproxy.record.store import Session
 from tokenproxy.record.turn import PromptImage, Turn, WeightSpan, pack_ids, pack_logprobs, request_time
 from tokenproxy.samples.layouts import PLAIN
 from tokenproxy.samples.samples import UNCHANGED, Sample
-from tokenproxy.viewer.recording import Recording
+from tokenproxy.viewer.recording import RecordedSession
 
 _PARQUET = b"PAR1"
 
@@ -23,7 +23,7 @@ class NotAnExport(Exception):
     """A file cannot be read as an export; the message says what to do."""
 
 
-def read_export(file: Path) -> list[Recording]:
+def read_export(file: Path) -> list[RecordedSession]:
     """The rollouts of an export, in the order of the file.
 
     Raises:
@@ -90,7 +90,7 @@ def _fault(sample: Sample) -> str:
     return ""
 
 
-def _recording(samples: Sequence[Sample]) -> Recording:
+def _recording(samples: Sequence[Sample]) -> RecordedSession:
     turns: dict[str, Turn] = {}
     for sample in samples:
         for turn in _turns(sample):
@@ -110,7 +110,7 @@ def _recording(samples: Sequence[Sample]) -> Recording:
     rewards = own if shared is None else {**own, "": shared}
     trained = {span.id for sample in samples for span in sample.turns if span.trained}
     in_order = sorted(turns.values(), key=lambda turn: turn.id)
-    return Recording(session, in_order, rewards, frozenset(turns.keys() - trained))
+    return RecordedSession(session, in_order, rewards, frozenset(turns.keys() - trained))
 
 
 def _turns(sample: Sample) -> Iterator[Turn]:

@@ -22,7 +22,7 @@ Leaf = tuple[bytes, Sequence[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class RecordedSession:
     """A session with its turns."""
 
     session: Session
@@ -66,7 +66,9 @@ class PageData(msgspec.Struct):
         return next(each for each in chain([name], numbers) if each not in self.trees)
 
 
-def add_recording(page: PageData, recording: Recording, tokenizer: ChatTokenizer | None, note: str) -> None:
+def add_recording(
+    page: PageData, recording: RecordedSession, tokenizer: ChatTokenizer | None, note: str
+) -> None:
     """Add a session whose turns are at hand.
 
     Args:

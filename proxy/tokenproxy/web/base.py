@@ -8,7 +8,7 @@ from tokenproxy.base.http import Request, Response
 from tokenproxy.formats.bounds import CHECKED_FROM_BYTES, check_bounds
 from tokenproxy.record.store import Session, session_id
 from tokenproxy.turn.services import Services
-from tokenproxy.viewer.recording import Recording
+from tokenproxy.viewer.recording import RecordedSession
 from tokenproxy.web.keys import KeyScope
 from tokenproxy.web.parameters import check_parameters, session_in_path, unknown_session
 
@@ -94,14 +94,14 @@ class SessionRoute(StoreRoute):
         if session is None:
             raise unknown_session(name)
         turns = await store.turns(session.id) if self.needs_turns(request, session) else []
-        return await self.show(request, services, Recording(session, turns, session.rewards))
+        return await self.show(request, services, RecordedSession(session, turns, session.rewards))
 
     def needs_turns(self, request: Request, session: Session) -> bool:
         """Whether the response depends on the turns."""
         return True
 
     @abstractmethod
-    async def show(self, request: Request, services: Services, found: Recording) -> Response:
+    async def show(self, request: Request, services: Services, found: RecordedSession) -> Response:
         """The response for a session."""
 
     @property

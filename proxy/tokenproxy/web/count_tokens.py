@@ -17,7 +17,7 @@ from tokenproxy.turn.sending import plan_turn
 from tokenproxy.turn.services import Services
 from tokenproxy.turn.wire import problem_of
 from tokenproxy.web.base import Route, parsed
-from tokenproxy.web.parameters import session_fields
+from tokenproxy.web.parameters import named_session
 
 _PATH = "/v1/messages/count_tokens"
 
@@ -37,7 +37,7 @@ class CountTokens(Route):
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """`{"input_tokens"}`: of a recorded conversation its own ids, else what the engine renders."""
-        session = await session_fields(request, services)
+        session = await named_session(request, services)
         messages = MessagesFormat(await services.fleet.served_model())
         chat = await parsed(request, services, lambda: messages.parse_count(request, session))
         chat = await services.model_aliases.map(chat, services.fleet)

@@ -114,7 +114,7 @@ def _digest(value: bytes) -> str:
     return blake2b(value, digest_size=16, person=b"session").hexdigest()
 
 
-async def session_fields(request: Request, services: Services) -> SessionFields | None:
+async def named_session(request: Request, services: Services) -> SessionFields | None:
     """The session that a request names, with the fields it sets; None if it names none.
 
     Raises:

@@ -17,7 +17,7 @@ from tokenproxy.samples.classes import agents_of, classes_of
 from tokenproxy.samples.samples import samples_of
 from tokenproxy.samples.turn_json import session_fields, stored_json, traces_of, turn_fields
 from tokenproxy.turn.services import Services
-from tokenproxy.viewer.recording import Recording
+from tokenproxy.viewer.recording import RecordedSession
 from tokenproxy.web.base import SessionRoute, StoreRoute
 from tokenproxy.web.parameters import (
     check_name,
@@ -85,7 +85,7 @@ class OneSession(SessionRoute):
         services.fleet.conversations.end(rollout)
         return json_response({"id": name, "object": "session", "deleted": True})
 
-    async def show(self, request: Request, services: Services, found: Recording) -> Response:
+    async def show(self, request: Request, services: Services, found: RecordedSession) -> Response:
         """GET: the description, `reward`, `agents`, and `turns` in order.
 
         `?ids=true` adds ids. `?limit=&after=`: that many turns after the turn `after`; `next` is the last of
@@ -114,7 +114,7 @@ class SessionSamples(SessionRoute):
     parameters = ("shared", "layout", "class")
     summary = "A session's training samples, one for each leaf"
 
-    async def show(self, request: Request, services: Services, found: Recording) -> Response:
+    async def show(self, request: Request, services: Services, found: RecordedSession) -> Response:
         """`?shared=once|each`, `?layout=plain|trl|verl|prime-rl|skyrl`, `?class=`.
 
         `{"id", "samples", "refused"}`.
@@ -137,7 +137,7 @@ class SessionTraces(SessionRoute):
     parameters = ("since", "limit")
     summary = "A session's turns, each with its whole prompt, for rLLM"
 
-    async def show(self, request: Request, services: Services, found: Recording) -> Response:
+    async def show(self, request: Request, services: Services, found: RecordedSession) -> Response:
         """`?since=&limit=`: a list of rLLM's `TraceRecord`, in the order of the requests."""
         since = number("since", query_value(request, "since", "0"))
         most, name = requested_limit(request, MOST_TURNS, MOST_TURNS), found.session.name
@@ -153,7 +153,7 @@ class SessionReward(SessionRoute):
     methods = ("POST",)
     summary = "Set the reward of a session, or of one of its turns"
 
-    async def show(self, request: Request, services: Services, found: Recording) -> Response:
+    async def show(self, request: Request, services: Services, found: RecordedSession) -> Response:
         """`{"reward": 1.0}` for the session, with `"turn": ID` for a turn, or `{"rewards": {ID: 1.0}}`."""
         store, session, rewards = services.store, found.session, _rewards(parse(request.body))
         if unknown := sorted(rewards.keys() - {"", *(turn.id for turn in found.turns)}):

@@ -14,7 +14,7 @@ from tokenproxy.record.store_time import store_time
 from tokenproxy.turn.serve import serve_turn
 from tokenproxy.turn.services import Services
 from tokenproxy.web.base import Route, parsed
-from tokenproxy.web.parameters import session_fields
+from tokenproxy.web.parameters import named_session
 
 _AT_ONCE = 256
 """Prompts of one batch that are served at the same time: vLLM's default for `--max-num-seqs`."""
@@ -31,7 +31,7 @@ class TrlBatch(Route):
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """`{"prompt_ids", "completion_ids", "logprobs", "logprob_token_ids"}`."""
-        session = await session_fields(request, services)
+        session = await named_session(request, services)
         batch = await parsed(request, services, lambda: parse_batch(parse(request.body), self._prompts))
 
         answers = [TrlAnswer(logprobs=batch.visible.logprobs) for _ in batch.prompts]

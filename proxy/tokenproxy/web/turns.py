@@ -7,7 +7,7 @@ from tokenproxy.formats.translated import serve_early, translated_error
 from tokenproxy.turn.serve import serve_turn
 from tokenproxy.turn.services import Services
 from tokenproxy.web.base import Route, parsed
-from tokenproxy.web.parameters import session_fields
+from tokenproxy.web.parameters import named_session
 
 _SILENCE_S = 15.0
 """Seconds of silence after which a stream is kept alive: Claude Code and Codex give up after 300 s."""
@@ -42,7 +42,7 @@ class MessagesRoute(TurnRoute):
 
 async def serve_format(wire_format: Format, request: Request, services: Services) -> Response:
     """Respond to a request in a wire format, which may be one of this request alone. Raises ApiError."""
-    session = await session_fields(request, services)
+    session = await named_session(request, services)
     chat = await parsed(request, services, lambda: wire_format.parse(request, session))
     chat = await services.model_aliases.map(chat, services.fleet)
     translation = wire_format.translation(chat)

@@ -19,7 +19,7 @@ from tokenproxy.samples.tree import TurnTree, path_of
 from tokenproxy.turn.services import Services
 from tokenproxy.viewer.drift import Basis, drift_lane
 from tokenproxy.viewer.page import PAGE, StaticFile, load_files
-from tokenproxy.viewer.recording import Recording
+from tokenproxy.viewer.recording import RecordedSession
 from tokenproxy.viewer.session_list import describe, list_sessions
 from tokenproxy.viewer.tokens import encode_tokens
 from tokenproxy.viewer.tree import session_tree
@@ -130,7 +130,7 @@ class ViewerSession(ViewerDataRoute):
     parameters = ("since", "used")
     summary = "A session's turns with their messages, for the page"
 
-    async def show(self, request: Request, services: Services, found: Recording) -> Response:
+    async def show(self, request: Request, services: Services, found: RecordedSession) -> Response:
         """See `tokenproxy.viewer.tree`.
 
         `?since=` leaves out turns that were recorded before, in seconds. With `?used=`, the last use that the
@@ -155,7 +155,7 @@ class ViewerTokens(ViewerDataRoute):
     parameters = ("turn",)
     summary = "The ids of the path to a turn, in binary, for the page"
 
-    async def show(self, request: Request, services: Services, found: Recording) -> Response:
+    async def show(self, request: Request, services: Services, found: RecordedSession) -> Response:
         """`?turn=ID`. See `tokenproxy.viewer.tokens`."""
         path = _path(request, found.turns)
         tokenizer, note = _tokenizer(services, path[-1])
@@ -170,7 +170,7 @@ class ViewerDrift(ViewerDataRoute):
     parameters = ("turn", "basis")
     summary = "Where the prompt of a turn differs from the template's own rendering, for the page"
 
-    async def show(self, request: Request, services: Services, found: Recording) -> Response:
+    async def show(self, request: Request, services: Services, found: RecordedSession) -> Response:
         """`?turn=ID&basis=template|before`. See `tokenproxy.viewer.drift`."""
         path, chosen = _path(request, found.turns), query_value(request, "basis", "")
         if chosen not in ("", *Basis):
