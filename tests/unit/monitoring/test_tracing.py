@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from tokenproxy.monitoring.tracing import make_tracing
 
 _ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
-_GRPC = "opentelemetry.exporter.otlp.proto.grpc"
+_GRPC = "opentelemetry.exporter.otlp.proto.grpc.trace_exporter"
 
 
 @pytest.mark.parametrize(
