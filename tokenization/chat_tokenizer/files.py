@@ -49,7 +49,8 @@ def _tokenizer(source: str, revision: str | None, trust_remote_code: bool) -> An
             source, revision=revision, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
-        return _tekken(source, revision, f"cannot load a tokenizer from {source!r}: {error}")
+        needs = f"cannot load a tokenizer from {source!r}, which needs a tokenizer.json or a {NAME}"
+        return _tekken(source, revision, f"{needs}: {error}")
     if getattr(tokenizer, "backend_tokenizer", None) is not None:
         return tokenizer
     return _tekken(

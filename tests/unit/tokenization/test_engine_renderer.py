@@ -82,6 +82,25 @@ def test_append_ends_as_the_engines_rendering(
     assert cut.suffix_ids == appended.suffix_ids
 
 
+@pytest.mark.parametrize("arguments", ['{"q":"x","n":1}', r'{"q": "Z\u00fcrich \"a\"" }', '{"n":1}', "{}"])
+def test_arguments_that_the_engine_prints_as_they_were_written(arguments: str) -> None:
+    """Harmony does. The model's white space and escapes are no condition on the turn's text."""
+    engine = _Engine(_HARMONY.replace("function.arguments", "raw"))
+
+    def render(messages: Sequence[Message], options: RenderOptions) -> list[int]:
+        return engine([{**each, "tool_calls": _raw(each)} for each in messages], options)
+
+    def _raw(message: Message) -> list[dict[str, Any]]:
+        calls = message.get("tool_calls") or ()
+        return [{**call, "raw": call["function"]["arguments"]} for call in calls]
+
+    tokenizer = tokenizer_with("", special=_SPECIAL).rendered_by_engine(render, b"1")
+    turn = {**_CALLED, "tool_calls": [{**_CALL, "function": {"name": "look", "arguments": arguments}}]}
+    appended = tokenizer.append([token_id(tokenizer, "<|end|>")], [_RESULT], history=[_QUESTION, turn])
+    whole = render([_QUESTION, turn, _RESULT], RenderOptions())
+    assert whole[-len(appended.suffix_ids) :] == appended.suffix_ids
+
+
 def test_proved_appends_render_no_history(engine: _Engine, tokenizer: ChatTokenizer) -> None:
     tokenizer.prove()
     history = [{"role": "user", "content": "long ago"}, _ANSWERED, _QUESTION, _ANSWERED]
