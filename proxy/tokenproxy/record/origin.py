@@ -68,7 +68,7 @@ def is_probe(headers: Headers) -> bool:
 
     OpenEnv asks each engine three questions before its rollouts; they are none of these.
     """
-    return any(name == b"user-agent" and b"probe" in value.lower() for name, value in headers)
+    return any(name == b"user-agent" and b"probe/" in value.lower() for name, value in headers)
 
 
 def origin_of(headers: Headers) -> Origin:
