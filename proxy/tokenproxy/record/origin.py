@@ -66,7 +66,7 @@ class _CodexTurn(msgspec.Struct):
 def is_probe(headers: Headers) -> bool:
     """Whether a program sent a request to find out what the server can do, as its User-Agent says.
 
-    OpenEnv asks each engine three questions before its rollouts; they are none of these.
+    OpenEnv sends three to each engine before its rollouts, to none of which they belong.
     """
     return any(name == b"user-agent" and b"probe/" in value.lower() for name, value in headers)
 
