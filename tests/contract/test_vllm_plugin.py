@@ -84,6 +84,7 @@ def test_turns_and_the_engines_own_routes(inside: httpx.Client) -> None:
     assert inside.get("/version").json() == {"version": "0.32.0+fake"}
     assert inside.get("/version/", follow_redirects=False).status_code == 307
     assert inside.get("/no/such/route").status_code == 404
+    assert inside.post("/finish_session?session_id=a").json()["ended"] is False
     paths = inside.get("/openapi.json").json()["paths"]
     assert not [path for path in paths if path[1:].endswith("/") or path.startswith(("/chat/", "/sessions"))]
 

@@ -296,4 +296,5 @@ def _nothing(response: httpx.Response) -> None:
 
 
 def _session_path(session: str, what: str = "") -> str:
-    return f"/v1/sessions/{quote(session, safe='')}{what}"
+    # a slash in a name is spelled so, because paths hold none
+    return f"/v1/sessions/{quote(session.replace('/', '=2F'), safe='')}{what}"

@@ -154,6 +154,11 @@ class Tasks:
         """Run work to its end, even if the caller is cancelled meanwhile."""
         await asyncio.shield(self._hold(self._finishing, work))
 
+    async def settle(self) -> None:
+        """Wait for the work that must be finished and is running."""
+        if self._finishing:
+            await asyncio.wait(set(self._finishing), timeout=CLOSE_TIMEOUT_S)
+
     async def aclose(self) -> None:
         """Cancel the tasks that run forever, and wait for the others."""
         for task in self._forever:

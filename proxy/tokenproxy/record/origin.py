@@ -63,6 +63,14 @@ class _CodexTurn(msgspec.Struct):
     parent_thread_id: str = ""
 
 
+def is_probe(headers: Headers) -> bool:
+    """Whether a program sent a request to find out what the server can do, as its User-Agent says.
+
+    OpenEnv sends three to each engine before its rollouts, to none of which they belong.
+    """
+    return any(name == b"user-agent" and b"probe/" in value.lower() for name, value in headers)
+
+
 def origin_of(headers: Headers) -> Origin:
     """The origin of a request."""
     # the first of headers with one name decides

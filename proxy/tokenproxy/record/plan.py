@@ -13,6 +13,7 @@ from tokenproxy.record.completion import Batch
 from tokenproxy.record.identity import Conversation, Scope
 from tokenproxy.record.images import ImageModel, LoadedImage
 from tokenproxy.record.match import Match, rollout_of
+from tokenproxy.record.origin import is_probe
 from tokenproxy.record.store import Session, session_id
 from tokenproxy.record.turn import PromptImage, new_id
 from tokenproxy.record.vocabulary import Reason, Source
@@ -101,7 +102,7 @@ def place(
         request=request,
         session=session,
         scope=scope,
-        conversation=conversation if request.record else None,
+        conversation=conversation if request.record and not is_probe(request.headers) else None,
         new_rollout=new,
         findable=request.findable,
         match=match,

@@ -72,6 +72,18 @@ class Drain(Replicas):
         return await membership.drain(url)
 
 
+class Flush(AdminRoute):
+    """Waits for the record of turns, for rLLM."""
+
+    path = "/admin/flush"
+    summary = "Wait until the turns of streams that clients left are recorded"
+
+    async def answer(self, request: Request, services: Services, /) -> Response:
+        """`{"status": "flushed"}`. A turn that ended is recorded before its response ends."""
+        await services.history.tasks.settle()
+        return json_response({"status": "flushed"})
+
+
 class EngineAdmin(AdminRoute):
     """One row of the table in `proxy/tokenproxy/fleet/admin_calls.py`."""
 

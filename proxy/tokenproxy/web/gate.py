@@ -92,15 +92,16 @@ class Paths:
             return path, ""
         segments = path.split("/")
         if segments[1:2] == ["sessions"] and len(segments) > 3:
-            first = segments[3]
+            end = _end_of_name(segments)
+            session, first = check_name(unquote("/".join(segments[2:end])), "session"), segments[end]
             if first not in OF_A_SESSION:
-                session = check_name(unquote(segments[2]), "session")
                 if first != "v1" and first not in UNDER_V1 | AT_ROOT:
                     raise NotFound(
                         f"unknown route {unquote(path)}: the base URL of a session is /sessions/{session}/v1"
                     )
-                rest = "/".join(segments[3:]).removeprefix("v1/")
+                rest = "/".join(segments[end:]).removeprefix("v1/")
                 return self.canonical(f"/v1/{rest}")[0], session
+            path = "/".join(["", "sessions", session, *segments[end:]])
         return self._outside_sessions(path), ""
 
     def _outside_sessions(self, path: str) -> str:
@@ -129,6 +130,16 @@ class Paths:
             headers = [pair for pair in scope["headers"] if pair[0] != HEADER]
             changed["headers"] = [*headers, (HEADER, session.encode())]
         return changed
+
+
+def _end_of_name(segments: Sequence[str]) -> int:
+    """The index after the name of a session, which may hold slashes, in a path that begins with /sessions."""
+    if segments[3] not in UNDER_V1 | AT_ROOT:
+        if "v1" in segments[3:]:
+            return segments.index("v1", 3)
+        if segments[-1] in OF_A_SESSION - {""}:
+            return len(segments) - 1
+    return 3
 
 
 class OtherPaths(BaseRoute):

@@ -57,7 +57,8 @@ def unknown_session(name: str) -> NotFound:
 
 
 def check_name(name: str, param: str) -> str:
-    """The name. Raises BadRequest unless paths and headers can hold it unchanged."""
+    """The name, a slash in it as `=2F`. Raises BadRequest unless paths and headers can hold it unchanged."""
+    name = name.replace("/", "=2F")
     if not _NAME.fullmatch(name):
         raise BadRequest(f"`{param}` must be 1 to 200 letters, digits or any of . _ ~ : @ + = -", param=param)
     return name

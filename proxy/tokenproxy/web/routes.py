@@ -12,7 +12,7 @@ from tokenproxy.formats.messages.format import MessagesFormat
 from tokenproxy.formats.prompts import CompletionsFormat, GenerateFormat
 from tokenproxy.monitoring.middleware import Monitor, Observer
 from tokenproxy.turn.services import Services
-from tokenproxy.web.admin import Drain, Replicas, engine_admin_routes
+from tokenproxy.web.admin import Drain, Flush, Replicas, engine_admin_routes
 from tokenproxy.web.base import Route
 from tokenproxy.web.count_tokens import CountTokens
 from tokenproxy.web.credentials import TenantOf
@@ -78,6 +78,7 @@ def all_routes() -> list[Route]:
         ViewerDrift(),
         Replicas(),
         Drain(),
+        Flush(),
         Root(),
         Health(),
         Ready(),

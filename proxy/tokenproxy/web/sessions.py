@@ -198,7 +198,6 @@ class FinishSession(SessionEnd):
     """Ends a session under the path and parameter of vllm-router."""
 
     path = "/finish_session"
-    inside_vllm = False
     summary = "As /v1/sessions/{session}/end, for clients of vllm-router"
 
     def name(self, request: Request) -> str:
@@ -251,6 +250,10 @@ async def _save(request: Request, services: Services) -> Response:
 def _description(fields: Fields) -> dict[str, Any]:
     """The fields of a request that describe a session, as JSON."""
     described: dict[str, Any] = {}
+    if raw_value(fields, "sampling_params") is not None:  # rLLM's name for the defaults
+        if raw_value(fields, "defaults") is not None:
+            raise BadRequest("`sampling_params` and `defaults` are the same", param="sampling_params")
+        fields = {**fields, "defaults": fields["sampling_params"]}
     for field in _DESCRIPTION:
         value = read(fields, field, dict[str, Any])
         if value is None:

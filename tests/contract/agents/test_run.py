@@ -161,7 +161,7 @@ def test_env_is_sourced(proxy: httpx.Client, capsys: Capture, program: str) -> N
     [
         ("run --", r"no command: pass one after --"),
         ("run --model other -- true", r"'other' is not served: pass --model with one of .*tiny"),
-        ("run --session a/b -- true", r"refused: `id` must be"),
+        ("run --session a,b -- true", r"refused: `id` must be"),
         ("run --metadata task -- true", r"--metadata must be KEY=VALUE"),
         ("run --url NOTHING -- true", r"no proxy at http://127.0.0.1:\d+: start one"),
         ("run --url ENGINE -- true", r"is no tokenproxy: pass --url URL"),

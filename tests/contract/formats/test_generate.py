@@ -73,6 +73,22 @@ def test_given_ids_are_the_prompt_where_the_engine_returns_none(
     assert (sample["prompt_ids"], sample["completion_ids"]) == (body["token_ids"], _SAMPLED)
 
 
+def test_a_rollout_of_skyrl(client: httpx.Client, fake: FakeVllm) -> None:
+    """As its `RemoteInferenceClient` 0.4.0 sends one, and reads the answers."""
+    headers, asked = in_session(), {"max_tokens": 8, "temperature": 1.0, "logprobs": 1, "min_tokens": 1}
+    ids = fresh()
+    for _ in range(3):
+        body = {"sampling_params": asked, "model": "tiny", "token_ids": ids, "cache_salt": "weights-0"}
+        [choice] = client.post(ROUTE, json=body, headers=headers).json()["choices"]
+        assert (choice["token_ids"], choice["finish_reason"]) == (_SAMPLED, "stop")
+        assert len(choice["logprobs"]["content"]) == len(_SAMPLED)
+        ids = [*ids, *choice["token_ids"], 10, 11]
+    ended = client.post("/finish_session", params={"session_id": headers["x-session-id"]})
+    assert ended.json()["finished"] is True
+    [sample] = samples(client, headers["x-session-id"])
+    assert [*sample["prompt_ids"], *sample["completion_ids"]] == ids[:-2]
+
+
 def test_unknown_fields_are_passed_on(client: httpx.Client, fake: FakeVllm) -> None:
     body = {**_asked(output_kind=2, new={"a": 1}), "request_id": "trl-1", "cache_salt": "s", "more": [1]}
     client.post(ROUTE, json=body)

@@ -37,6 +37,25 @@ def test_make_describe_and_delete(client: httpx.Client, name: str) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "session_not_found")
 
 
+def test_a_session_of_rllm(client: httpx.Client, fake: FakeVllm, name: str) -> None:
+    """Its names hold slashes, and its `sampling_params` are defaults of the requests."""
+    made = client.post("/sessions", json={"session_id": f"org/{name}:0", "sampling_params": {"seed": 7}})
+    assert made.status_code == 201
+    base = f"/sessions/org/{name}:0"
+    for fields, seed in (({}, 7), ({"seed": 8}, 8)):
+        answer = client.post(f"{base}/v1/chat/completions", json={"messages": [user("Hi")], **fields})
+        assert (answer.headers["x-session-id"], fake.last().json["seed"]) == (f"org=2F{name}:0", seed)
+    assert [trace["session_id"] for trace in client.get(f"{base}/traces").json()] == [f"org=2F{name}:0"] * 2
+
+
+def test_what_a_probe_asks_is_not_recorded(client: httpx.Client, name: str) -> None:
+    """OpenEnv asks each engine three questions before its rollouts."""
+    headers = {"x-session-id": name, "user-agent": "OpenEnv-provider-probe/1.0"}
+    for path, body in ((CHAT, {"messages": [user("Hi")]}), ("/v1/completions", {"prompt": [1, 74]})):
+        assert client.post(path, json={**body, "return_token_ids": True}, headers=headers).status_code == 200
+    assert client.get(f"{_SESSIONS}/{name}").status_code == 404
+
+
 @pytest.mark.parametrize("bad", ["a b", "é", "a" * 201, ".."])
 def test_names_that_are_none(client: httpx.Client, bad: str) -> None:
     made = client.post(_SESSIONS, json={"id": bad})
@@ -49,6 +68,7 @@ def test_names_that_are_none(client: httpx.Client, bad: str) -> None:
 _BAD: list[tuple[str, str, Message, str]] = [
     ("POST", "", {"defaults": 5}, "defaults"),
     ("POST", "", {"session_id": 5}, "session_id"),
+    ("POST", "", {"defaults": {}, "sampling_params": {}}, "sampling_params"),
     ("POST", "", {"overrides": {"stream": True}}, "overrides.stream"),
     ("GET", "?limit=0", {}, "limit"),
     ("GET", "?before=x:y", {}, "before"),
@@ -188,6 +208,7 @@ def test_traces_hold_whole_prompts(talk: Make, name: str) -> None:
     whole = list(made.messages)
     made.messages = first
     made.ask(user("something else"))
+    assert made.pair.client.post("/admin/flush").json() == {"status": "flushed"}
     one, two, branch = made.pair.client.get(f"/sessions/{name}/traces").json()
     before = one["prompt_token_ids"] + one["completion_token_ids"]
     assert one["completion_token_ids"] == list(SPLIT)

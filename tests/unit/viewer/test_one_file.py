@@ -121,7 +121,7 @@ def test_wrong_use_is_told(
         ([SMALL, "--store", "sqlite:nowhere.db"], 2, "no store at"),
         ([SMALL, *store, "-o", str(tmp_path)], 2, "not a regular file"),
         ([SMALL, "--url", "http://127.0.0.1:9"], 1, "no proxy responds"),
-        (["a/b", "--url", "http://127.0.0.1:9"], 2, "SESSION"),
+        (["a,b", "--url", "http://127.0.0.1:9"], 2, "SESSION"),
         ([SMALL, *store, "--url", "http://127.0.0.1:9"], 2, "--store has no effect"),
         ([SMALL, "--api-key", "a\nb", "--url", "http://127.0.0.1:9"], 2, "printable"),
         ([SMALL, *store, "-o", ""], 2, "-o must name a file"),

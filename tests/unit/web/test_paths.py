@@ -43,5 +43,6 @@ def test_paths_without_a_session(path: str, expected: str) -> None:
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/chat/completions/", "/models/", "/tokenize"])
 def test_paths_in_a_session(path: str) -> None:
     assert _PATHS.canonical(f"/sessions/a%7Eb{path}") == (_PATHS.canonical(path)[0], "a~b")
+    assert _PATHS.canonical(f"/sessions/a/b:0/v1{path}") == (_PATHS.canonical(f"/v1{path}")[0], "a=2Fb:0")
     with pytest.raises(NotFound, match="base URL of a session is /sessions/s/v1"):
         _PATHS.canonical("/sessions/s/pause")
