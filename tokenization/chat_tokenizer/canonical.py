@@ -31,9 +31,8 @@ A matcher compares `strict` first. A client may drop the reasoning of an assista
 and write the defaults of tools into its calls before it sends the message back; `loose` ignores all three. It
 also ignores whether a whole number in arguments is a float: clients in JavaScript send 1.0 back as 1. And it
 ignores U+FFFD at the end of the content: where sampling stopped within a character, engines show no text for
-its first bytes, and a client that decodes the ids itself gets U+FFFD for them. Calls that a client wrote into
-the text count as calls (`calls_in_text.py`). `loose` ignores *edited* reasoning as well, so check a match on
-`loose` alone with `CanonicalMessage.is_copy_of`.
+its first bytes, and a client that decodes the ids itself gets U+FFFD for them. `loose` ignores *edited*
+reasoning as well, so check a match on `loose` alone with `CanonicalMessage.is_copy_of`.
 """
 
 import hashlib
@@ -41,7 +40,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from chat_tokenizer.calls_in_text import split_calls
 from chat_tokenizer.errors import InvalidMessages
 from chat_tokenizer.lossless_json import pack, parse
 from chat_tokenizer.messages import TEXT_PARTS, Message
@@ -170,13 +168,11 @@ def canonical(message: Message, index: int = 0, defaults: ArgumentDefaults = NO_
     if fields["role"] != "assistant":
         return CanonicalMessage(strict, strict, b"")
     reasoning, content = _stripped(fields.get("reasoning")), _stripped(fields["content"])
-    loose, called = strict, fields.get("tool_calls", [])
-    if isinstance(content, str) and not called and (split := split_calls(content)) is not None:
-        content, called = _stripped(split[0]), [_call(call, index) for call in split[1]]
-    if "reasoning" in fields or called or content != fields["content"]:
+    loose = strict
+    if "reasoning" in fields or "tool_calls" in fields or content != fields["content"]:
         loosely = {key: value for key, value in fields.items() if key != "reasoning"} | {"content": content}
-        if called:
-            loosely["tool_calls"] = [_without_defaults(call, defaults) for call in called]
+        if "tool_calls" in fields and defaults.packed:
+            loosely["tool_calls"] = [_without_defaults(call, defaults) for call in fields["tool_calls"]]
         loose = _digest(b"message", pack(loosely, whole_floats=False))
     reasoning_digest = _digest(b"reasoning", pack(reasoning)) if reasoning else b""
     if "tool_calls" not in fields:

@@ -4,6 +4,7 @@ Only what a program says is recorded. What structure tells besides is derived wh
 `tokenproxy.samples.classes`.
 """
 
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,6 +15,8 @@ from tokenproxy.base.types import Headers
 
 _LENGTH = 100
 """Most characters of a recorded value."""
+_PROBE = re.compile(rb"[\w.-]*probe/[\w.-]+", re.IGNORECASE)
+"""A User-Agent that is one product, whose name ends in `probe`: `OpenEnv-provider-probe/1.0`."""
 _THREAD, _PARENT_THREAD, _SESSION = b"thread-id", b"x-codex-parent-thread-id", b"session-id"
 _SUBAGENT, _METADATA = b"x-openai-subagent", b"x-codex-turn-metadata"
 _CLASS = b"x-claude-code-request-class"
@@ -68,7 +71,7 @@ def is_probe(headers: Headers) -> bool:
 
     OpenEnv sends three to each engine before its rollouts, to none of which they belong.
     """
-    return any(name == b"user-agent" and b"probe/" in value.lower() for name, value in headers)
+    return any(name == b"user-agent" and _PROBE.fullmatch(value) for name, value in headers)
 
 
 def origin_of(headers: Headers) -> Origin:

@@ -29,6 +29,7 @@ from tokenproxy.record.identity import ids_entries, text_entries
 from tokenproxy.record.images import name_by_digest, placed_by_engine
 from tokenproxy.record.origin import origin_of
 from tokenproxy.record.plan import Placement, PromptPlan
+from tokenproxy.record.retold import told_again
 from tokenproxy.record.store import IndexEntry, Store, StoreError
 from tokenproxy.record.turn import (
     PromptImage,
@@ -296,8 +297,8 @@ def _new_turn(
         # a turn without exact ids is found too, to report that, and never equals another turn
         found_ids = turn.ids_digest if sampled and prompt else turn.id.encode()
         entries = text_entries(placement.scope, answer, found_ids)
-        if stopped := _with_stop_string(choice):
-            entries.append(text_entries(placement.scope, conversation.answered(stopped), found_ids)[1])
+        for told in told_again(choice.message, choice.stop_reason, turns_before=len(turn.reasonings) - 1):
+            entries.append(text_entries(placement.scope, conversation.answered(told), found_ids)[1])
     if len(prompt) <= len("[]"):
         return NewTurn(turn, entries, None)
     data = ids.concatenate(prompt, choice.raw_ids or ids.dump(unpack_ids(sampled)))
@@ -307,17 +308,6 @@ def _new_turn(
     if request.prompts and cached.usable:
         entries += ids_entries(placement.scope, ids.pack(cached.ids), turn.ids_digest)
     return NewTurn(turn, entries, cached)
-
-
-def _with_stop_string(choice: SampledChoice) -> dict[str, Any] | None:
-    """The message of a choice with the stop string that ended it, which was sampled and is not shown.
-
-    Some clients, smolagents among them, send it back so. None if no string ended the choice.
-    """
-    content, stop = choice.message.get("content"), choice.stop_reason
-    if not isinstance(stop, str) or not isinstance(content, str) or content.endswith(stop):
-        return None
-    return {**choice.message, "content": content + stop}
 
 
 def _images(plan: PromptPlan, completion: Completion) -> tuple[PromptImage, ...] | None:

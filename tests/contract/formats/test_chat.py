@@ -46,11 +46,6 @@ _SPELLINGS: dict[str, Message] = {
     "reasoning dropped": {"reasoning": None},
     "arguments as an object": _arguments({"b": [True, None, "é"], "a": 1}),
     "calls without a type": {"tool_calls": [{"id": "call-1", "function": _CALL["function"]}]},
-    "calls in the text": {
-        "content": "hi\nCalling tools:\n"  # of smolagents
-        "[{'id': 'call-1', 'function': {'name': 'f', 'arguments': {'a': 1, 'b': [True, None, 'é']}}}]",
-        "tool_calls": None,
-    },
     "more fields": {"refusal": None, "audio": None, "annotations": [], "function_call": None, "x": 1},
 }
 
@@ -70,14 +65,48 @@ def test_spellings_of_one_message(talk: Make, other: Message) -> None:
         made.follow(user("more"))
 
 
+def _as_smolagents(text: str, identity: str, name: str, arguments: object) -> str:
+    function = {"name": name, "arguments": arguments}
+    return f"{text}\nCalling tools:\n{[{'id': identity, 'type': 'function', 'function': function}]}"
+
+
+_PRINTED = _as_smolagents("hi", "call-1", "f", {"a": 1, "b": [True, None, "é"]})
+_RUN = "I run <code>\nf(1)\n"
+
+
+@pytest.mark.parametrize(
+    ("message", "finish", "stop", "sent"),
+    [
+        (_WRITTEN, "tool_calls", None, _PRINTED),
+        (
+            {"content": "I run <code>\nf(1)\n"},
+            "stop",
+            "</code>",
+            _as_smolagents(f"{_RUN}</code>", "call_1", "python_interpreter", "f(1)"),
+        ),
+    ],
+    ids=["calls", "code"],
+)
+def test_calls_that_smolagents_writes_into_the_text(
+    talk: Make, message: Message, finish: str, stop: str | None, sent: str
+) -> None:
+    for edit in ("", " # and more", "[]", sent):
+        made = talk()
+        made.ask(reply=Reply(SPLIT, message=message, finish=finish, stop=stop))
+        made.messages[1] = {"role": "assistant", "content": sent + edit}
+        if edit:
+            assert made.ask(user("1")).reason != ""
+        else:
+            made.follow(user("1"))
+            made.follow(user("more"))
+
+
 _EDITS: dict[str, Message] = {
     "text": {"content": "ha"},
     "arguments": _arguments('{"a": 2, "b": [true, null, "é"]}'),
     "the call's id": {"tool_calls": [{**_CALL, "id": "call-2"}]},
     "role": {"role": "user", "tool_calls": None},
-    "arguments of a call in the text": {
-        "content": "hello\nCalling tools:\n[{'id': '1', 'function': {'name': 'f', 'arguments': {}}}]"
-    },
+    "a call in the text": {"content": f"{_PRINTED}, 0", "tool_calls": None},
 }
 
 

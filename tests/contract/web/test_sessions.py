@@ -54,6 +54,9 @@ def test_what_a_probe_asks_is_not_recorded(client: httpx.Client, name: str) -> N
     for path, body in ((CHAT, {"messages": [user("Hi")]}), ("/v1/completions", {"prompt": [1, 74]})):
         assert client.post(path, json={**body, "return_token_ids": True}, headers=headers).status_code == 200
     assert client.get(f"{_SESSIONS}/{name}").status_code == 404
+    headers["user-agent"] = "openai-python/3.1 space-probe/2"  # a program that only holds the word
+    assert client.post(CHAT, json={"messages": [user("Hi")]}, headers=headers).status_code == 200
+    assert len(client.get(f"{_SESSIONS}/{name}").json()["turns"]) == 1
 
 
 @pytest.mark.parametrize("bad", ["a b", "é", "a" * 201, ".."])
