@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from chat_tokenizer import ids
 from chat_tokenizer.canonical import NO_DEFAULTS, ArgumentDefaults
 from tokenproxy.record.identity import Conversation, ParsedMessage, parse_message
+from tokenproxy.record.store import RecordDamaged
 from tokenproxy.record.turn import PromptImage, Turn, unpack_ids
 from tokenproxy.record.vocabulary import Problem
 
@@ -113,7 +114,11 @@ def hash_ids(parent: CachedTurn | None, *packed: bytes) -> Any:
 def read_turn(
     path: Sequence[Turn], in_cache: Callable[[str], CachedTurn | None] = lambda turn: None
 ) -> CachedTurn:
-    """The last turn of a path from the store. Joins only the ids after the last cached turn of the path."""
+    """The last turn of a path from the store. Joins only the ids after the last cached turn of the path.
+
+    Raises:
+        RecordDamaged: they are not the ids that the turn was recorded with.
+    """
     parent, first = None, len(path)
     while first > 0 and (parent := in_cache(path[first - 1].id)) is None:
         first -= 1
@@ -125,10 +130,13 @@ def read_turn(
         parts += turn.appended, turn.completion
         count += (len(turn.appended) + len(turn.completion)) // 4
         complete = complete and count == turn.prompt_tokens + turn.completion_tokens
+    hasher = hash_ids(parent, *parts)
+    if path[-1].ids_digest not in (b"", hasher.digest()):
+        raise RecordDamaged(f"turn {path[-1].id} has other ids in the store than it was recorded with")
     tokens = unpack_ids(b"".join(parts))
     data = ids.join(parent.ids, tokens) if parent else ids.dump(tokens)
     complete = complete and count > 0
-    return cached_turn(path[first:], parent, data, hash_ids(parent, *parts), complete=complete)
+    return cached_turn(path[first:], parent, data, hasher, complete=complete)
 
 
 def cached_turn(

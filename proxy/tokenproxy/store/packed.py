@@ -55,6 +55,9 @@ def _unpack_turn(name: str, packed: bytes) -> Turn:
     turn = _TURN.decode(_decompress(packed) if packed[:1] == _FRAME else packed)
     if turn.id != name:
         raise ValueError(f"it holds the turn {turn.id!r}")
+    arrays = (turn.appended, turn.completion, turn.logprobs, *(turn.sampling_mask or ()))
+    if any(len(each) % 4 for each in arrays):
+        raise ValueError("its ids or log-probabilities are cut off")
     return turn
 
 

@@ -379,7 +379,7 @@ def _read_found(keys: Sequence[bytes], packed: bytes) -> Iterator[tuple[bytes, F
 
 
 def _ids(member: bytes) -> bytes:
-    return member[1 : 1 + member[0]]
+    return member[1 : 1 + member[0]] if member else b""
 
 
 def _read_reply(packed: bytes) -> Iterator[bytes]:

@@ -9,8 +9,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import cast
 
+import msgspec
 import pytest
 import redis
+from msgspec.structs import replace
 
 from tests.support.ports import held_port
 from tests.support.redis_server import run_redis
@@ -19,6 +21,7 @@ from tokenproxy.fleet.shared import SharedError
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record import feed
 from tokenproxy.record.store import Cause, Limits, RecordRefused, Store, StoreError
+from tokenproxy.record.turn import Turn
 from tokenproxy.samples.feed import FeedFilter, read_step
 from tokenproxy.samples.turn_json import traces_of
 from tokenproxy.store.fleet_words import StoredWords
@@ -125,6 +128,9 @@ _DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "no text": lambda packed: packed.replace(b"tiny", b"tin\xff"),
     "another turn": lambda packed: packed.replace(b"0000", b"0001"),
     "a frame": lambda packed: b"\x28\xb5\x2f\xfd" + packed,
+    "ids of three bytes": lambda packed: msgspec.msgpack.encode(
+        replace(msgspec.msgpack.decode(packed, type=Turn), sampling_mask=(b"abc", b""))
+    ),
 }
 
 

@@ -13,7 +13,8 @@ from chat_tokenizer import ids
 from tests.support.trees import child, root
 from tokenproxy.record.cache import UNUSABLE, CachedTurn, TurnCache, cached_turn, hash_ids, read_turn
 from tokenproxy.record.identity import Conversation
-from tokenproxy.record.turn import Turn, unpack_ids
+from tokenproxy.record.store import RecordDamaged
+from tokenproxy.record.turn import Turn, pack_ids, unpack_ids
 from tokenproxy.record.vocabulary import Problem
 
 _MESSAGES = st.lists(
@@ -127,6 +128,14 @@ def test_turn_read_from_a_store_equals_the_one_recorded() -> None:
     assert _facts(read_turn(path)) == _facts(_recorded(path))
     assert msgspec.json.decode(_recorded(path).ids) == [5, 6, 7, 8, 9, 1, 2]
     assert _recorded(path).reasonings == (b"r", b"", b"s", b"")
+
+
+def test_ids_that_changed_in_the_store_are_refused() -> None:
+    path = _path(ids_digest=_recorded(_path()).hasher.digest())
+    assert _facts(read_turn(path)) == _facts(_recorded(path))
+    path[1] = replace(path[1], completion=pack_ids([8, -9]))
+    with pytest.raises(RecordDamaged):
+        read_turn(path)
 
 
 @pytest.mark.parametrize("cached", [1, 2, 3])
