@@ -297,7 +297,8 @@ def _new_turn(
         # a turn without exact ids is found too, to report that, and never equals another turn
         found_ids = turn.ids_digest if sampled and prompt else turn.id.encode()
         entries = text_entries(placement.scope, answer, found_ids)
-        for told in told_again(choice.message, choice.stop_reason, turns_before=len(turn.reasonings) - 1):
+        before = sum(message.assistant for message in conversation.messages)
+        for told in told_again(choice.message, choice.stop_reason, before):
             entries.append(text_entries(placement.scope, conversation.answered(told), found_ids)[1])
     if len(prompt) <= len("[]"):
         return NewTurn(turn, entries, None)

@@ -29,7 +29,8 @@ def told_again(
 
     Args:
         stop_reason: the stop string that ended it was sampled, and is not in its text.
-        turns_before: number of the assistant messages before it, by which `CodeAgent` names its calls.
+        turns_before: number of the assistant messages before it, by which `CodeAgent` names its calls in its
+            first task; in later ones it counts these too, and such a turn is not found.
     """
     content = message.get("content") or ""
     if not isinstance(content, str):

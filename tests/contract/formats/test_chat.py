@@ -97,7 +97,8 @@ def test_calls_that_smolagents_writes_into_the_text(
         if edit:
             assert made.ask(user("1")).reason != ""
         else:
-            made.follow(user("1"))
+            made.follow(user("1"), reply=Reply(SPLIT, message=message, finish=finish, stop=stop))
+            made.messages[-1] = {"role": "assistant", "content": sent.replace("call_1", "call_2")}
             made.follow(user("more"))
 
 
