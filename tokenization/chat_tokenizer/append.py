@@ -119,7 +119,9 @@ def cut_tail(turn_tail: TurnTail, last_id: int, last_text: str, *, stopped: bool
     # a stop token that is also syntax of the turn, such as `</tool_call>`, does not replace the close
     if not stopped or last_id in turn_tail.syntax_ids:
         blanks = _sampled_blanks(turn_tail, last_text)
-        if cut_off or last_id in turn_tail.syntax_ids:
+        # words before the token of a close may belong to the calls' syntax, of which nothing is inserted
+        words = tail.text[: turn_tail.tokens[0].start if turn_tail.tokens else None].strip()
+        if (cut_off and words) or last_id in turn_tail.syntax_ids:
             _check_sampled(turn_tail.syntax + tail.text[:blanks], last_text)
         return Cut(blanks)
     if turn_tail.unclear_stop:

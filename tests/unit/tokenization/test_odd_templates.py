@@ -133,9 +133,6 @@ _ODD = {
         _loop(_HEADER + _CALLS + _of_assistant("{{ ' DONE' if m.tool_calls }}<|im_end|>")),
         _call(city="Bern"), "</call>", _RESULT, _LENGTH, refused=True,
     ),
-    "a call that was cut off in its syntax": Odd(
-        _loop(_HEADER + _CALLS + "<|im_end|>"), _call(city="Bern"), '"}', _RESULT, _LENGTH, refused=True,
-    ),
     "the token that opens messages closes texts": Odd(
         _loop(
             "{{ '<|im_end|>' + m.role + '<sep>' + m.content }}" + _CALLS

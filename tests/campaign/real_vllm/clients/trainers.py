@@ -18,7 +18,7 @@ async def hold_nemo_gym(target: Target, *, ids: bool) -> None:
 
     It keeps whole messages, sends the request fields below, and reads the ids from the message of the answer.
     """
-    asked: dict[str, Any] = {"model": MODEL, "temperature": 1.0, "top_p": 1.0, "max_tokens": 64}
+    asked: dict[str, Any] = {"model": MODEL, "temperature": 1.0, "top_p": 1.0, "max_tokens": 256}
     asked |= {"tools": TOOLS, "logprobs": True, "top_logprobs": 0, "return_tokens_as_token_ids": True}
     if ids:  # `request_prompt_and_generation_token_ids` of its configuration
         asked["return_token_ids"] = True
