@@ -50,7 +50,6 @@ async def _hold_node(target: Target, *flags: str) -> None:
 
 
 _SAMPLED: dict[str, dict[str, Any]] = {
-    "ToolCallingAgent": {},
     "pydantic-ai": {"tool_choice": "required"},
     "inspect-ai": {"tool_choice": "required"},
     "CodeAgent": {"regex": r"Thought: [a-z ]{4,16}\n<code>\nprint\(weather\('(Paris|Rome)'\)\)\n</code>"},
