@@ -25,11 +25,11 @@ from tokenproxy.record.cache import CachedTurn, TurnCache, cached_turn, hash_ids
 from tokenproxy.record.claims import Claims, Tasks
 from tokenproxy.record.completion import Completion, SampledChoice, untrainable_reason
 from tokenproxy.record.encoders import WORTH_A_THREAD_BYTES, EncoderPool
-from tokenproxy.record.identity import ids_entries, text_entries
+from tokenproxy.record.identity import ParsedMessage, ids_entries, text_entries
 from tokenproxy.record.images import name_by_digest, placed_by_engine
 from tokenproxy.record.origin import origin_of
 from tokenproxy.record.plan import Placement, PromptPlan
-from tokenproxy.record.retold import told_again
+from tokenproxy.record.sent_back import other_forms
 from tokenproxy.record.store import IndexEntry, Store, StoreError
 from tokenproxy.record.turn import (
     PromptImage,
@@ -292,14 +292,9 @@ def _new_turn(
         calls=arguments if any(each[:1] == b"t" for each in arguments) else (),
         ids_digest=hasher.digest(),
     )
-    entries: list[IndexEntry] = []
-    if answer and placement.findable:
-        # a turn without exact ids is found too, to report that, and never equals another turn
-        found_ids = turn.ids_digest if sampled and prompt else turn.id.encode()
-        entries = text_entries(placement.scope, answer, found_ids)
-        before = sum(message.assistant for message in conversation.messages)
-        for told in told_again(choice.message, choice.stop_reason, before):
-            entries.append(text_entries(placement.scope, conversation.answered(told), found_ids)[1])
+    # a turn without exact ids is found too, to report that, and never equals another turn
+    found_ids = turn.ids_digest if sampled and prompt else turn.id.encode()
+    entries = _text_entries(placement, choice, answer, found_ids) if answer and placement.findable else []
     if len(prompt) <= len("[]"):
         return NewTurn(turn, entries, None)
     data = ids.concatenate(prompt, choice.raw_ids or ids.dump(unpack_ids(sampled)))
@@ -309,6 +304,19 @@ def _new_turn(
     if request.prompts and cached.usable:
         entries += ids_entries(placement.scope, ids.pack(cached.ids), turn.ids_digest)
     return NewTurn(turn, entries, cached)
+
+
+def _text_entries(
+    placement: Placement, choice: SampledChoice, answer: ParsedMessage, found_ids: bytes
+) -> list[IndexEntry]:
+    """The index entries by which the text of a turn finds it, and the forms in which clients send it back."""
+    conversation = placement.conversation
+    assert conversation is not None  # the caller looked
+    entries = text_entries(placement.scope, answer, found_ids)
+    before = sum(message.assistant for message in conversation.messages)
+    for form in other_forms(choice.message, choice.stop_reason, before):
+        entries.append(text_entries(placement.scope, conversation.answered(form), found_ids)[1])
+    return entries
 
 
 def _images(plan: PromptPlan, completion: Completion) -> tuple[PromptImage, ...] | None:

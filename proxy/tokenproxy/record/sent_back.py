@@ -22,7 +22,7 @@ _MARK = "Calling tools:\n"
 _CODE = re.compile(r"<code>(.*?)</code>", re.DOTALL)
 
 
-def told_again(
+def other_forms(
     message: dict[str, Any], stop_reason: str | int | None, turns_before: int
 ) -> Iterator[dict[str, Any]]:
     """The other forms of an answer.
