@@ -39,6 +39,7 @@ from tests.support.fake_wire import (
 from tests.support.tiny_model import HI, TinyModel
 
 __all__ = [
+    "BACKGROUND",
     "MAX_MODEL_LEN",
     "Canned",
     "FakeVllm",
@@ -63,6 +64,17 @@ _TOO_LONG_TO_GENERATE = (
 )
 _SCALE_OUT_PATHS = ("/v1/chat/completions/render", "/inference/v1/generate", "/v1/chat/completions/derender")
 _SAMPLING_PATHS = ("/v1/chat/completions", "/inference/v1/generate", "/v1/completions")
+BACKGROUND = {
+    "/health",
+    "/metrics",
+    "/is_paused",
+    "/weight_info",
+    "/server_info",
+    "/version",
+    "/v1/models",
+    "/tokenize",
+}
+"""What the proxy asks an engine at any time, for itself."""
 
 
 class Variant(StrEnum):
@@ -74,6 +86,13 @@ class Variant(StrEnum):
     """By the scale-out routes; the chat route ignores the ids."""
     NEITHER = "none"
     """Not at all: scale-out routes answer 403, as vLLM does without --enable-scale-out."""
+
+
+def _for_one_id(seen: Seen) -> bool:
+    if seen.path not in _SAMPLING_PATHS:
+        return False
+    fields = seen.json
+    return bool(fields.get("sampling_params", fields).get("max_tokens") == 1)
 
 
 class _TemplateRefused(Exception):
@@ -124,8 +143,13 @@ class FakeVllm(FakeServer):
         Args:
             paths: of the routes; by default all that sample.
         """
-        asked = [seen for seen in self.requests if seen.path in (paths or _SAMPLING_PATHS)]
-        return [seen for seen in asked if seen.json.get("sampling_params", seen.json).get("max_tokens") != 1]
+        return [seen for seen in self.from_clients() if seen.path in (paths or _SAMPLING_PATHS)]
+
+    def from_clients(self, since: int = 0) -> list[Seen]:
+        """The requests after the first `since` that the proxy cannot have made for itself, oldest first."""
+        return [
+            seen for seen in self.requests[since:] if seen.path not in BACKGROUND and not _for_one_id(seen)
+        ]
 
     def _allowed(self, seen: Seen) -> bool:
         """vLLM guards these prefixes only."""

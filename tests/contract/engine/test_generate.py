@@ -48,7 +48,7 @@ def _message_of(response: httpx.Response, stream: bool) -> tuple[dict[str, Any],
 def test_request_is_rendered_generated_and_derendered(fake: FakeVllm, client: httpx.Client) -> None:
     fields = {"model": "tiny", "temperature": 0.5, "cache_salt": "s", "priority": 3, "max_tokens": 7}
     assert _post(client, **fields).status_code == 200
-    assert [seen.path for seen in fake.requests if seen.method == "POST"] == [_RENDER, _GENERATE, _DERENDER]
+    assert [seen.path for seen in fake.from_clients()] == [_RENDER, _GENERATE, _DERENDER]
     rendered, generated, derendered = (fake.last(path).json for path in (_RENDER, _GENERATE, _DERENDER))
     assert {name: rendered[name] for name in fields} == fields
     assert rendered["messages"] == [{"role": "user", "content": "."}]
