@@ -6,13 +6,15 @@ import socket
 import struct
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
+from weakref import finalize
 
 from aiohttp import web
 
 from tests.support.fake_wire import Canned, Reply
+from tests.support.ports import held_port
 
 T = TypeVar("T")
 _PATIENCE_S = 10.0
@@ -49,8 +51,10 @@ class FakeServer:
     """A server in a thread of its own. It can be killed, and started again on its port."""
 
     def __init__(self, port: int) -> None:
-        """Nothing listens yet. `port` 0 chooses a free one."""
-        self.port = port
+        """Nothing listens yet. `port` 0 chooses one that nobody else gets while this object lives."""
+        self._held = ExitStack()
+        finalize(self, self._held.close)
+        self.port = port or self._held.enter_context(held_port())
         self.running = 0
         self.reset()
         self.alive = False
@@ -111,10 +115,6 @@ class FakeServer:
         """The requests for a path, oldest first."""
         return [request for request in self.requests if request.path == path]
 
-    def last(self, path: str = "/v1/chat/completions") -> Seen:
-        """The newest request for a path."""
-        return self.seen(path)[-1]
-
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(_PATIENCE_S)
 
@@ -133,7 +133,6 @@ class FakeServer:
         await self._runner.setup()
         self._site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
         await self._site.start()
-        self.port = self._runner.addresses[0][1]
 
     async def _stop(self) -> None:
         self.alive = False
@@ -236,8 +235,9 @@ class FakeServer:
         try:
             yield settle
         finally:
-            self.running -= 1
+            # in this order: a test that finds it at rest looks at the aborted ones next
             self.aborted += not settled
+            self.running -= 1
 
 
 def _break(request: web.Request, how: str) -> BaseException:

@@ -89,6 +89,7 @@ class Variant(StrEnum):
 
 
 def _for_one_id(seen: Seen) -> bool:
+    """Whether the proxy itself samples one id, to examine an engine; no test samples one."""
     if seen.path not in _SAMPLING_PATHS:
         return False
     fields = seen.json
@@ -150,6 +151,10 @@ class FakeVllm(FakeServer):
         return [
             seen for seen in self.requests[since:] if seen.path not in BACKGROUND and not _for_one_id(seen)
         ]
+
+    def last(self, path: str = "/v1/chat/completions") -> Seen:
+        """The newest request for a path that is none of the proxy's own for one id."""
+        return [seen for seen in self.seen(path) if not _for_one_id(seen)][-1]
 
     def _allowed(self, seen: Seen) -> bool:
         """vLLM guards these prefixes only."""
