@@ -220,7 +220,7 @@ def test_without_keys_pages_of_other_origins_are_refused(
     headers = {"content-type": "text/plain", **sent}
 
     def done() -> object:
-        return len(fake.seen(CHAT)), client.get("/v1/samples/consumers").json()
+        return len(fake.generations()), client.get("/v1/samples/consumers").json()
 
     before = done()
     for method, path, body in (
