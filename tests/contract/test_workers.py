@@ -11,6 +11,7 @@ from tests.support.fake_vllm import FakeVllm
 from tests.support.scraping import Scrape
 from tests.support.serve_process import ServeProcess
 from tests.support.talk import CHAT
+from tests.support.utils import wait_until
 from tokenproxy.app.server import run
 from tokenproxy.app.workers.supervisor import LONGEST_PAUSE_S, restart_pause
 from tokenproxy.cli.main import main
@@ -39,7 +40,9 @@ def test_conversations_stay_exact_whichever_worker_accepts(
         assert crowd.ask().reasons == {"first_turn"}
         wave = crowd.ask()
         assert (wave.reasons, {answer.source for answer in wave.answers}) == ({""}, {"extended"})
-        assert Scrape(client).value("requests_total", route=CHAT, status="200") == 40
+        # each is counted after its answer was sent
+        wait_until(lambda: Scrape(client).value("requests_total", route=CHAT, status="200") >= 40)
+        assert Scrape(client).value("requests_total", route=CHAT) == 40
         check_record(client, crowd.answers)
     assert "Traceback" not in proxy.text
 

@@ -28,11 +28,11 @@ _A, _B = "http://a:1", "http://b:2"
 
 def _run(client: httpx.Client, engines: list[FakeVllm]) -> list[bool]:
     """Send some requests; for each engine whether it got any of them."""
-    before = [len(engine.seen(_CHAT)) for engine in engines]
+    before = [len(engine.generations()) for engine in engines]
     for number in range(4):
         answer = client.post(_CHAT, json={"messages": [{"role": "user", "content": f"Hi {number}"}]})
         assert answer.status_code == 200
-    return [len(engine.seen(_CHAT)) > count for engine, count in zip(engines, before, strict=True)]
+    return [len(engine.generations()) > count for engine, count in zip(engines, before, strict=True)]
 
 
 def test_a_replica_is_added_drained_and_removed(start: Start) -> None:
@@ -42,6 +42,7 @@ def test_a_replica_is_added_drained_and_removed(start: Start) -> None:
         wait_until(lambda: all(each["ready"] for each in client.get("/ready").json()["engines"]))
         wait_until(lambda: state_of(client, second) == "ready")
         assert _run(client, engines) == [True, True]
+        wait_until(lambda: not any(each["requests"] for each in client.get("/ready").json()["engines"]))
         drained = client.post(f"{_ADMIN}/drain", json={"url": first.url}).json()["replicas"][0]
         assert (drained["draining"], drained["requests"]) == (True, 0)
         assert state_of(client, first) == "draining"

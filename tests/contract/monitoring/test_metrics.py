@@ -41,6 +41,7 @@ def _at_rest(client: httpx.Client) -> bool:
 def test_gauges_return_to_zero_after_faults(
     fake: FakeVllm, client: httpx.Client, reply: Reply, stream: bool, status: int
 ) -> None:
+    wait_until(lambda: _at_rest(client))
     before = Scrape(client)
     fake.replies.append(reply)
     answer = client.post(_TOKENS, json={**_IDS, "stream": stream})
@@ -62,16 +63,24 @@ def test_requests_by_route_and_status(mortal: FakeVllm) -> None:
         ("GET", "/health", "/health", "200"),
         ("GET", "/v1/sessions", "none", "401"),
     ]
+    routes = {route for _, _, route, _ in requests}
     with run_proxy([mortal], admin_key=["k"], store="memory:") as client:
+        wait_until(lambda: Scrape(client).value("requests_total", status="401"))  # that of `run_proxy`
         before = Scrape(client)
+
+        def counted() -> float:
+            after = Scrape(client)
+            return sum(grown(before, after, "requests_total", route=route) for route in routes)
+
         for method, path, _, status in requests:
             body = _HI if method == "POST" else None
             headers = {} if status == "401" else {"x-api-key": "k"}
             assert str(client.request(method, path, json=body, headers=headers).status_code) == status
+        wait_until(lambda: counted() >= len(requests))  # each after its response was sent
         after = Scrape(client)
-    for counted in requests:
-        times = [each[2:] for each in requests].count(counted[2:])
-        assert grown(before, after, "requests_total", route=counted[2], status=counted[3]) == times
+    for _, _, route, status in requests:
+        times = [each[2:] for each in requests].count((route, status))
+        assert grown(before, after, "requests_total", route=route, status=status) == times
     assert grown(before, after, "request_seconds_count") == len(requests) - 1  # health checks are not timed
     assert grown(before, after, "store_seconds_count", operation="add") == 2
     assert grown(before, after, "store_seconds_sum", operation="add") > 0

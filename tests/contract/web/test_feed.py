@@ -117,6 +117,7 @@ def test_a_tenant_reads_only_its_own_rollouts(engine: FakeVllm) -> None:
 
 def test_a_wait_ends_and_is_no_time_that_the_proxy_adds(served: Feed) -> None:
     assert served.read(wait=0.5)["data"] == []
+    wait_until(lambda: Scrape(served.client).value("request_seconds_count", route=FEED))
     scrape = Scrape(served.client)
     total, added = (scrape.value(f"{name}_seconds_sum", route=FEED) for name in ("request", "added"))
     assert total > added  # how much is left for the wait depends on how long the feed was read
