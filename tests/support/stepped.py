@@ -6,12 +6,19 @@ import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+_ARRIVAL_S = 0.05
+"""How long what was written to a socket may be on its way to another one of the loop."""
+
 
 class _JumpingSelector(selectors.DefaultSelector):
     now = 1000.0
 
     def select(self, timeout: float | None = None) -> Any:
-        ready = super().select(None if timeout is None else 0)
+        patience_s = timeout
+        if timeout is not None:
+            has_sockets = len(self.get_map()) > 1  # besides the loop's own
+            patience_s = _ARRIVAL_S if has_sockets and timeout > 0 else 0
+        ready = super().select(patience_s)
         if not ready and timeout is not None:
             self.now += max(timeout, 0.0)
         return ready

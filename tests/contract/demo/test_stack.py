@@ -2,11 +2,13 @@
 
 import sys
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.ports import held_port
 from tokenproxy.app.children import group_members
 from tokenproxy.demo import EngineStartError
 from tokenproxy.demo.stack import EngineProcess
@@ -52,9 +54,10 @@ class _FakeEngineProcess(EngineProcess):
 
 
 def test_stop_ends_all_processes_of_the_group() -> None:
-    engine = _FakeEngineProcess(_SERVER)
-    engine.stop()  # does nothing before the start
-    with engine:
+    with held_port() as port, ExitStack() as stack:
+        engine = _FakeEngineProcess(_SERVER, port=port)
+        engine.stop()  # does nothing before the start
+        stack.enter_context(engine)
         engine.wait_ready(progress=lambda line: None)
         group = engine.pid
         assert group is not None

@@ -14,6 +14,6 @@ def fake(mortal: FakeVllm) -> FakeVllm:
 
 @pytest.fixture
 async def engine(fake: FakeVllm) -> AsyncIterator[HttpEngine]:
-    engine = HttpEngine(fake.url, connect_timeout_s=0.3)
+    engine = HttpEngine(fake.url)
     yield engine
     await engine.aclose()

@@ -12,9 +12,10 @@ import pytest
 
 from tests.contract.fleet.memory_engine import ask, engines, fleet_of, waits
 from tests.support.fake_trained import FakeTrained, Rendezvous, update
+from tests.support.scraping import Scrape
 from tests.support.stepped import elapse, settled, stepped
 from tests.support.tiny_model import TinyModel
-from tests.support.utils import run_proxy, wait_until
+from tests.support.utils import run_proxy, send_and_keep, wait_until
 from tokenproxy.base.http import BytesResponse, Request
 from tokenproxy.fleet.admin_calls import ADMIN_CALLS
 from tokenproxy.fleet.fleet import Fleet
@@ -315,8 +316,9 @@ def test_a_client_that_leaves_does_not_stop_a_call(start: Start) -> None:
     with run_proxy([engine]) as client:
         engine.rendezvous = Rendezvous(2)
         client.post("/start_weight_update")
-        with pytest.raises(httpx.ReadTimeout):
-            client.post("/update_weights", json={"update_info": {"weights": "7"}}, timeout=0.1)
+        with send_and_keep(client.base_url, "/update_weights", b'{"update_info": {"weights": "7"}}'):
+            wait_until(lambda: engine.rendezvous.arrived)
+        wait_until(lambda: Scrape(client).value("client_disconnects_total"))
         engine.rendezvous.come([])
         wait_until(lambda: engine.weights == "7")
         assert client.post("/finish_weight_update", json={"weight_version": "7"}).status_code == 200

@@ -111,7 +111,9 @@ def test_the_loop_in_a_terminal(client: httpx.Client, fake: FakeVllm) -> None:
             wait_until(lambda: shows(fake.url))
             wait_until(lambda: shows("requests/s"))  # the second look has speeds
             process.send_signal(signal.SIGINT)
-            assert process.wait(20) == 0
+            # it draws until it ends, and what nobody reads would block it
+            wait_until(lambda: shows("") and process.poll() is not None)
+            assert process.returncode == 0
         finally:
             process.kill()
             os.close(its)

@@ -19,6 +19,7 @@ class App:
     def __init__(self) -> None:
         self.app = FastAPI()
         self.app.state.secret = "shared"
+        self.begun = asyncio.Event()
         self.go = asyncio.Event()
         self.ended = asyncio.Event()
         self.aborted = False
@@ -52,6 +53,7 @@ class App:
 
     async def wait(self, request: FastapiRequest) -> Response:
         """Wait as vLLM does for a completion: until it is complete or the client disconnects."""
+        self.begun.set()
         while not self.go.is_set():
             if await request.is_disconnected():
                 self.aborted = True
@@ -114,7 +116,7 @@ async def test_closing_early_is_a_client_disconnect(engine: InProcessEngine, app
 
 async def test_cancelling_before_a_response_is_a_client_disconnect(engine: InProcessEngine, app: App) -> None:
     sending = asyncio.create_task(engine.send(Request("GET", "/wait")))
-    await asyncio.sleep(0.02)
+    await app.begun.wait()
     sending.cancel()
     with pytest.raises(asyncio.CancelledError):
         await sending

@@ -27,7 +27,7 @@ async def test_all_who_wait_share_the_polls_also_after_the_store_failed(notified
         return await state(after, **options)
 
     store.feed = count  # type: ignore[method-assign]
-    watch = FeedWatch(store, 1000.0 if notified else 0.002)
+    watch = FeedWatch(store, 1000.0 if notified else 0.05)
     tasks = Tasks(Metrics(), 0.002)
     tasks.run_forever(watch.poll, "the feed cannot be watched")
     waiting = [asyncio.create_task(watch.wait(0, 15)) for _ in range(100)]
