@@ -49,9 +49,10 @@ def _turn(client: httpx.Client, session: str, arrived: Semaphore) -> bytes:
         received, events = b"", 0
         for line in answer.iter_lines():
             received += line.encode()
-            events += line.startswith("data:")
-            if stream and events == 1 + _BEFORE:
-                arrived.release()
+            if line.startswith("data:"):
+                events += 1
+                if stream and events == 1 + _BEFORE:
+                    arrived.release()
     return received
 
 
