@@ -151,8 +151,8 @@ class Reasoning(Chat):
     calls = False
 
     def options(self, turn: int) -> Fields:
-        """What turns the engine's parser on."""
-        kwargs = {"chat_template_kwargs": {"thinking": True}}
+        """What turns the engine's parser on. A turn that begins with a stop token would have no reasoning."""
+        kwargs = {"chat_template_kwargs": {"thinking": True}, "min_tokens": 1}
         options = {**super().options(turn), **kwargs, "max_tokens": TURN_TOKENS}
         return {name: value for name, value in options.items() if not name.startswith("tool")}
 

@@ -60,7 +60,8 @@ def test_turns_tell_which_weights_sampled_them(server: Server) -> None:
             http.post("/resume")
             enough.set()
         assert running.result() == 200
-    assert http.get("/ready").json()["engines"][0]["weight_version"] == version
+    # the other API server process learns of it a moment later
+    wait_until(lambda: http.get("/ready").json()["engines"][0]["weight_version"] == version, _PATIENCE_S)
     turn = _turn(server, frozen)
     (first, start, end), (second, resumed, last) = turn["weight_versions"]
     assert (first, second, start) == (before, version, 0) and last > 8
