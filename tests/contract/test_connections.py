@@ -206,7 +206,7 @@ def test_tls(engine: FakeVllm, tmp_path: Path) -> None:
     with run_server(create_app(settings), **connection_options(settings)) as url:
         assert url.startswith("https://")
         context = ssl.create_default_context(cafile=str(cert))
-        with httpx.Client(base_url=url, verify=context, trust_env=False) as client:
+        with httpx.Client(base_url=url, verify=context, trust_env=False, timeout=20) as client:
             assert client.get("/health").status_code == 200
         with connect(httpx.URL(url)) as plain:
             plain.sendall(_HEALTH)

@@ -37,7 +37,7 @@ def server(tiny_model: TinyModel) -> Iterator[Server]:
 
 @pytest.fixture
 def inside(server: Server) -> Iterator[httpx.Client]:
-    with run_server(server.app) as url, httpx.Client(base_url=url, trust_env=False) as client:
+    with run_server(server.app) as url, httpx.Client(base_url=url, trust_env=False, timeout=20) as client:
         wait_until(lambda: client.get("/ready").status_code == 200)
         yield client
 
@@ -56,7 +56,7 @@ def test_appending_renders_with_vllms_flags(server: Server, tiny_model: TinyMode
         server.app.state.online_renderer = Namespace(**values)
     else:
         server.args = Namespace(tokenizer=str(tiny_model.folder), **values)
-    with run_server(server.app) as url, httpx.Client(base_url=url, trust_env=False) as client:
+    with run_server(server.app) as url, httpx.Client(base_url=url, trust_env=False, timeout=20) as client:
         wait_until(lambda: client.get("/ready").json()["engines"][0].get("template"))
         answer = client.post(_TOKENS, json={"tokens": [1, 74, END], "append_messages": _NEXT})
     assert answer.status_code == 200, answer.text
@@ -135,7 +135,11 @@ _ROUTES: list[tuple[str, str, Any]] = [
 @pytest.fixture
 def guarded(tiny_model: TinyModel) -> Iterator[tuple[Server, httpx.Client]]:
     server = Server(tiny_model, api_keys=["anna", "bert"])
-    with server, run_server(server.app) as url, httpx.Client(base_url=url, trust_env=False) as client:
+    with (
+        server,
+        run_server(server.app) as url,
+        httpx.Client(base_url=url, trust_env=False, timeout=20) as client,
+    ):
         wait_until(lambda: client.get("/ready").status_code == 200)
         yield server, client
 
@@ -192,7 +196,7 @@ def test_aliases_do_not_replace_vllms_own_routes(tiny_model: TinyModel) -> None:
     TokenProxyPlugin(CollectorRegistry()).attach_router(app)
     paths = [route.path for route in app.routes if isinstance(route, APIRoute)]
     assert paths.count("/v1/chat/completions") == 1  # of one path, the plugin's wins
-    with run_server(app) as url, httpx.Client(base_url=url, trust_env=False) as client:
+    with run_server(app) as url, httpx.Client(base_url=url, trust_env=False, timeout=20) as client:
         assert client.post("/chat/completions").json() == client.get("/sessions/s").json() == "own"
         assert client.get("/sessions/s/reward").json() != "own"
 

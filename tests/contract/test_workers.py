@@ -58,7 +58,7 @@ def test_taken_port_is_one_error(store: str, caplog: pytest.LogCaptureFixture) -
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert run(Settings(upstreams=[_ENGINE], port=port, workers=2, store=store)) == 1
-    [record] = [record for record in caplog.records if record.levelname == "ERROR"]
+    [record] = [each for each in caplog.records if (each.name, each.levelname) == ("tokenproxy", "ERROR")]
     assert str(port) in record.getMessage() and "in use" in record.getMessage()
 
 
@@ -69,7 +69,7 @@ def test_worker_that_does_not_start_ends_the_start(
     wrong.write_text("no certificate")
     settings = Settings(upstreams=[_ENGINE], port=0, workers=2, store=store, tls_cert=wrong, tls_key=wrong)
     assert run(settings) == 1
-    [record] = [record for record in caplog.records if record.levelname == "ERROR"]
+    [record] = [each for each in caplog.records if (each.name, each.levelname) == ("tokenproxy", "ERROR")]
     assert "did not start: its first worker (process " in record.getMessage()
 
 

@@ -51,7 +51,10 @@ def test_routes_in_a_session(client: httpx.Client, fake: FakeVllm, prefix: str, 
 
 def test_behind_a_root_path(mortal: FakeVllm) -> None:
     app = create_app(Settings(upstreams=[mortal.url], store="memory:", watch_interval_s=0.1))
-    with run_server(app, root_path="/api/v1") as url, httpx.Client(base_url=url, trust_env=False) as client:
+    with (
+        run_server(app, root_path="/api/v1") as url,
+        httpx.Client(base_url=url, trust_env=False, timeout=20) as client,
+    ):
         wait_until(lambda: client.get("/ready").status_code == 200)
         assert client.post(f"/sessions/s{CHAT}", json=_HI).headers["x-session-id"] == "s"
         assert client.get("/sessions/s/v1/models").json() == client.get("/v1/models").json()
