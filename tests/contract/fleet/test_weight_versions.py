@@ -89,7 +89,7 @@ def test_turns_that_an_update_interrupts_carry_both_versions(
 
 
 def _sampled(engines: list[FakeTrained], sessions: list[str]) -> list[int]:
-    return [max(len(engine.sampled[session]) for engine in engines) for session in sessions]
+    return [max(len(engine.sampled.get(session, ())) for engine in engines) for session in sessions]
 
 
 # --- the tag alone
