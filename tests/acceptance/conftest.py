@@ -37,7 +37,9 @@ _EVERYTHING = (
     # it parses reasoning where a request has the template argument `thinking`, and nothing elsewhere
     *("--reasoning-parser", "deepseek_v3"),
 )
-_DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}
+_STORE_S = "30"
+"""How long a request may wait for its store: two engines and the tests share the cores."""
+_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "TOKENPROXY_STORE_TIMEOUT_S": _STORE_S}
 _CONNECTIONS = 10
 """Each is accepted by one of two API server processes."""
 _NO_REUSE = httpx.Limits(max_keepalive_connections=0)
@@ -157,7 +159,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
                     *(flag for flag in _EVERYTHING if flag not in os.environ.get(ENGINE_LACKS, "").split()),
                     plugin=inside,
                     api_server_count=2 if inside else 1,
-                    environment=_DEVELOPMENT | store,
+                    environment=_ENVIRONMENT | store,
                 )
             )
         for engine in engines.values():
@@ -166,7 +168,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
         for way, engine in engines.items():
             url = engine.url
             if way == "in front":
-                flags = ("--store", f"sqlite:///{folder}/front.db", "--watch-interval-s", "0.5")
+                times = ("--watch-interval-s", "0.5", "--store-timeout-s", _STORE_S)
+                flags = ("--store", f"sqlite:///{folder}/front.db", *times)
                 url = stack.enter_context(ServeProcess([url], folder / "front.log", *flags)).url
             wait_until(lambda url=url: all_can_append(url), START_TIMEOUT_S)  # type: ignore[misc]
             client = httpx.Client(base_url=url, timeout=90, limits=_NO_REUSE, trust_env=False)

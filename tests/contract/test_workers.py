@@ -31,8 +31,9 @@ def test_conversations_stay_exact_whichever_worker_accepts(
     mortal: FakeVllm, tmp_path: Path, store: str
 ) -> None:
     """Each request has a new connection, which any worker accepts."""
+    flags = ("--store", store, "--store-timeout-s", "15", "--workers", "2")
     with (
-        ServeProcess([mortal.url], tmp_path / "log", "--store", store, "--workers", "2") as proxy,
+        ServeProcess([mortal.url], tmp_path / "log", *flags) as proxy,
         httpx.Client(base_url=proxy.url, trust_env=False, timeout=60) as client,
     ):
         proxy.wait_workers_ready(2)

@@ -89,7 +89,8 @@ def run_proxy(
     Args:
         reader: a key with the scope `read`, where none of the settings is one.
     """
-    settings = {"watch_interval_s": 0.1, **settings}
+    # 1 s for the store may be too short on a busy machine: a turn would be rendered in place of continued
+    settings = {"watch_interval_s": 0.1, "store_timeout_s": 15.0, **settings}
     with run_app(Settings(upstreams=[engine.url for engine in engines], **settings)) as client:
         key = reader or _first_key(settings)
         headers = {"authorization": f"Bearer {key}"} if key else {}

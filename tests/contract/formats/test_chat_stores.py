@@ -55,7 +55,7 @@ def test_requests_are_served_if_the_store_fails(
 ) -> None:
     store = _Failing()
     monkeypatch.setattr("tokenproxy.app.app.make_store", lambda url, limits: store)
-    with run_proxy([mortal], store="memory:", store_timeout_s=0.3) as client:
+    with run_proxy([mortal], store="memory:") as client:
         made = Talk(Pair(mortal, client), tiny_model, headers=headers)
         made.ask(reply=Reply(SPLIT))
         store.broken = True
