@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+from http.client import HTTPResponse
 
 import httpx
 
@@ -17,6 +18,14 @@ def connect(url: httpx.URL) -> socket.socket:
 
 def head(path: str, *lines: str) -> bytes:
     return "\r\n".join((f"POST {path} HTTP/1.1", "host: localhost", *lines, "", "")).encode()
+
+
+def status_of(connection: socket.socket) -> int:
+    """The status of the next response, which is read to its end: its head and its body may come apart."""
+    with HTTPResponse(connection) as response:
+        response.begin()
+        response.read()
+        return response.status
 
 
 def until_closed(connection: socket.socket) -> bytes:
