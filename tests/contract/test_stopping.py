@@ -25,6 +25,9 @@ from tokenproxy.record.vocabulary import ABORTED
 from tokenproxy.settings import Settings
 from tokenproxy.turn.services import RunningRequests
 
+pytestmark = pytest.mark.timeout(60)
+"""A process imports the whole program before a request is answered."""
+
 TOKENS, _CHAT, _MESSAGES = "/v1/chat/completions/tokens", "/v1/chat/completions", "/v1/messages"
 _HI = [{"role": "user", "content": "Hi"}]
 _HELD = Reply(ids=(*HI * 10, END), hold_at=3)

@@ -95,12 +95,15 @@ class ServeProcess:
 
     def wait_ready(self, engines: int = 1) -> None:
         """Wait until so many engines respond and their chat templates were examined."""
+        # one client for all questions: to create one takes more time of the CPU than the proxy's answer
+        with httpx.Client(base_url=self.url, trust_env=False, timeout=_PATIENCE_S) as client:
 
-        def examined() -> bool:
-            state = httpx.get(f"{self.url}/ready", trust_env=False, timeout=_PATIENCE_S).json()
-            return bool(state["ready"]) and sum(bool(e.get("template")) for e in state["engines"]) >= engines
+            def examined() -> bool:
+                state = client.get("/ready").json()
+                found = sum(bool(each.get("template")) for each in state["engines"])
+                return bool(state["ready"]) and found >= engines
 
-        self._wait(examined)
+            self._wait(examined)
 
     def wait_workers_ready(self, count: int) -> None:
         """Wait until `count` workers have examined the chat template; those that ended count too."""
