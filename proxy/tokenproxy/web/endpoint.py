@@ -25,7 +25,7 @@ from tokenproxy.base.types import Receive, Scope, Send
 from tokenproxy.monitoring.exchange import Exchange
 from tokenproxy.monitoring.middleware import EXCHANGE_KEY
 from tokenproxy.record.store import StoreError
-from tokenproxy.record.store_time import store_time
+from tokenproxy.record.store_time import store_time, within
 from tokenproxy.turn.services import Services
 from tokenproxy.web.auth import check_page
 from tokenproxy.web.base import Route, StoreRoute
@@ -191,12 +191,13 @@ async def read_body(
     size = 0
     start = clock()
     while True:
+        left_s = timeout_s + size / BODY_BYTES_PER_S - (clock() - start)
+        if left_s <= 0:
+            raise _too_slow(timeout_s)
         try:
-            async with asyncio.timeout(_time_left(clock() - start, size, timeout_s)):
-                message = await receive()
+            message = await within(left_s, receive())
         except TimeoutError as error:
-            problem = f"the request body did not arrive within {timeout_s:g} s"
-            raise BodyTimeout(problem, param="body") from error
+            raise _too_slow(timeout_s) from error
         if message["type"] == "http.disconnect":
             raise ClientGone
         part = message.get("body", b"")
@@ -208,9 +209,8 @@ async def read_body(
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _time_left(passed_s: float, size: int, timeout_s: float) -> float:
-    """Seconds to wait for the next bytes of a body."""
-    return max(0.0, timeout_s + size / BODY_BYTES_PER_S - passed_s)
+def _too_slow(timeout_s: float) -> BodyTimeout:
+    return BodyTimeout(f"the request body did not arrive within {timeout_s:g} s", param="body")
 
 
 def _too_large(limit: int) -> BodyTooLarge:
