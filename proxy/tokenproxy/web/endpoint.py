@@ -60,6 +60,9 @@ class Endpoint:
     ) -> None:
         """`inside_vllm`: whether nothing before it checked the path, and determined the client's scopes."""
         self.route = route
+        self._label = route.label
+        self._path = "" if "{" in route.path else route.path
+        """The path of all its requests; empty if their paths differ."""
         self._services = services
         self._tenant_of = tenant_of
         self._inside_vllm = inside_vllm
@@ -67,7 +70,7 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         exchange: Exchange = scope[EXCHANGE_KEY]
-        exchange.route, exchange.observed = self.route.label, self.route.observed
+        exchange.route, exchange.observed = self._label, self.route.observed
         with exchange.metrics.in_progress() if exchange.observed else nullcontext():
             try:
                 services = self._services(scope)
@@ -84,16 +87,16 @@ class Endpoint:
 
     async def _read(self, scope: Scope, receive: Receive, services: Services) -> Request:
         """The request, once its client may send it. Raises ApiError or ClientGone."""
-        path = raw_path(scope) if "{" in self.route.path else self.route.path
+        path = self._path or raw_path(scope)
         if self._inside_vllm:
             check_path(scope)
         else:
-            _check_scope(scope, self.route.needed_scope(scope["method"], unquote(path)))
+            _check_scope(scope, self.route.needed_scope(scope["method"], self._path or unquote(path)))
         # Before the body is read: a client without a valid credential must not fill the memory
         tenant, settings = await self._tenant(scope, services), services.settings
         # in front of vLLM a middleware does; which pages may use its own routes, vLLM's settings tell
         if self._inside_vllm and not tenant and isinstance(self.route, StoreRoute):
-            check_page(scope["headers"], [origin.encode() for origin in settings.cors_origins])
+            check_page(dict(scope["headers"]), [origin.encode() for origin in settings.cors_origins])
         query: bytes = scope.get("query_string", b"")
         limit = min(settings.body_limit_bytes, self.route.body_limit_bytes or settings.body_limit_bytes)
         return Request(
