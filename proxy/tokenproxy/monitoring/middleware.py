@@ -60,8 +60,8 @@ class Observer:
         duration = perf_counter() - exchange.began
         added = max(0.0, duration - exchange.waited_s)
         status = exchange.status or CLIENT_LEFT
+        self.metrics.requests(exchange.route, status).inc()
         metrics = self.metrics.of_route(exchange.route)
-        metrics.count(status)
         if exchange.client_left:
             metrics.disconnects.inc()
         if exchange.observed:
@@ -69,7 +69,7 @@ class Observer:
             metrics.added.observe(added)
             if exchange.first_byte:
                 metrics.first_byte.observe(exchange.first_byte - exchange.began)
-            if access_log.isEnabledFor(logging.DEBUG):
+            if exchange.noting:
                 self._log(exchange, scope, status, duration, added)
         if exchange.span.recording:
             if status >= 500:

@@ -71,7 +71,7 @@ class Endpoint:
         """Serve one request."""
         exchange: Exchange = scope[EXCHANGE_KEY]
         exchange.route, exchange.observed = self._label, self.route.observed
-        with exchange.metrics.in_progress() if exchange.observed else nullcontext():
+        with exchange.metrics.in_flight if exchange.observed else nullcontext():
             try:
                 services = self._services(scope)
                 with services.running.cuttable():
