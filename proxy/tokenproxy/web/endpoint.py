@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from typing import Any
 from urllib.parse import unquote
 
+from tokenproxy.base.error_formats import send_error
 from tokenproxy.base.errors import (
     ApiError,
     BodyTimeout,
@@ -32,7 +33,7 @@ from tokenproxy.web.base import Route, StoreRoute
 from tokenproxy.web.credentials import SCOPE_KEY, TenantOf, recorded_tenant, tenant_in_scope
 from tokenproxy.web.gate import check_path, is_loopback, raw_path
 from tokenproxy.web.keys import SCOPES_KEY, KeyScope
-from tokenproxy.web.sending import send_body, send_error, send_events
+from tokenproxy.web.sending import send_body, send_events
 
 BODY_TIMEOUT_S = 30.0
 """How long a request's body may take that arrives slower than `BODY_BYTES_PER_S`."""

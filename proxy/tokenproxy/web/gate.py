@@ -18,12 +18,12 @@ from urllib.parse import unquote
 
 from starlette.routing import BaseRoute, Match, compile_path
 
+from tokenproxy.base.error_formats import send_error
 from tokenproxy.base.errors import ApiError, BadRequest, HeadTooLarge, NotFound
 from tokenproxy.base.types import ASGIApp, Headers, Receive, Scope, Send
 from tokenproxy.web.base import Route
 from tokenproxy.web.keys import SCOPES_KEY
 from tokenproxy.web.parameters import HEADER, check_name
-from tokenproxy.web.sending import send_error
 
 UNDER_V1 = frozenset(
     {"audio", "chat", "completions", "embeddings", "messages", "models", "responses", "samples", "sessions"}
