@@ -32,12 +32,11 @@ def _series() -> set[str]:
 
 def _labels(series: str) -> set[str]:
     """The labels of a metric, by the name of one of its series."""
-    metrics = [each for each in vars(Metrics()).values() if isinstance(each, MetricWrapperBase)]
+    metrics = [each for each in Metrics().registry._collector_to_names if isinstance(each, MetricWrapperBase)]
     [labels] = {
         metric._labelnames
         for metric in metrics
         if series in [metric._name + suffix for suffix in _SUFFIXES[metric._type or ""]]
-        and not metric._labelvalues
     }
     return set(labels)
 

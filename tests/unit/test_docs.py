@@ -36,8 +36,8 @@ _ACCESS_LOG = {
 }
 _METRICS = {
     metric._name + ("_total" if isinstance(metric, Counter) else ""): metric
-    for metric in vars(Metrics()).values()
-    if isinstance(metric, MetricWrapperBase) and not metric._labelvalues
+    for metric in Metrics().registry._collector_to_names
+    if isinstance(metric, MetricWrapperBase)
 }
 
 

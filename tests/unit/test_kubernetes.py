@@ -162,7 +162,9 @@ def test_the_autoscaler_reads_a_gauge_that_exists() -> None:
     spec = manifests["HorizontalPodAutoscaler/tokenproxy"]["spec"]
     [metric] = [each["pods"]["metric"]["name"] for each in spec["metrics"] if each["type"] == "Pods"]
     gauges = {
-        each._name for each in vars(Metrics()).values() if isinstance(each, Gauge) and not each._labelnames
+        each._name
+        for each in Metrics().registry._collector_to_names
+        if isinstance(each, Gauge) and not each._labelnames
     }
     assert metric in gauges
     target = spec["scaleTargetRef"]

@@ -12,7 +12,7 @@ import msgspec
 
 from tokenproxy.base.errors import ApiError, BadRequest
 from tokenproxy.base.errors import error_body as error_object
-from tokenproxy.base.types import Headers
+from tokenproxy.base.types import Headers, Send
 
 _ANTHROPIC_KINDS: Mapping[int, str] = {
     400: "invalid_request_error",
@@ -81,6 +81,14 @@ def error_headers(path: str, error: ApiError) -> Headers:
     if is_anthropic(path) and (again := _RETRIED.get(error.status)):
         headers.append((b"x-should-retry", again))
     return headers
+
+
+async def send_error(send: Send, error: ApiError, path: str) -> None:
+    """Send an error in the wire format of a path."""
+    body = error_body(path, error)
+    headers = [*error_headers(path, error), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 def error_event(path: str, error: ApiError) -> bytes:

@@ -4,13 +4,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from time import perf_counter
 
-from prometheus_client import Gauge
-
 from tokenproxy.base.errors import ApiError
 from tokenproxy.base.http import Request, Response
 from tokenproxy.engine.protocol import Engine
 from tokenproxy.monitoring.exchange import Exchange, running_exchange
-from tokenproxy.monitoring.metrics import Metrics
+from tokenproxy.monitoring.metrics import InFlight, Metrics
 from tokenproxy.monitoring.spans import Span, Value
 
 _SAMPLING = frozenset({"/v1/chat/completions", "/inference/v1/generate"})
@@ -78,13 +76,13 @@ class MonitoredEngine:
 class MonitoredResponse:
     """The response to a call, which ends with `aclose`."""
 
-    def __init__(self, response: Response, exchange: Exchange, in_flight: Gauge, span: Span) -> None:
+    def __init__(self, response: Response, exchange: Exchange, in_flight: InFlight, span: Span) -> None:
         """`in_flight` counts the call until it ends."""
         self.status = response.status
         self.headers = response.headers
         self._response = response
         self._exchange = exchange
-        self._in_flight: Gauge | None = in_flight
+        self._in_flight: InFlight | None = in_flight
         self._span = span
 
     async def chunks(self) -> AsyncIterator[bytes]:

@@ -1,7 +1,7 @@
 """Prometheus metrics: their names, their labels, and the calls that change them.
 
-Labels that every request uses are looked up once (`of_route`, `replica_in_flight`), never for each chunk.
-Gauges only change inside a context manager, so that they return to 0 after every failure.
+Labels that every request uses are looked up once: `metrics.turns("stop", "none")` returns a counter from a
+cache. What is in flight is a plain number, which is reported every `LAG_INTERVAL_S` and before each page.
 
 Inside vLLM with `--api-server-count N` each process writes its own values, and vLLM's page merges them: it
 adds up counters, histograms and the gauges of what is in progress (`livesum`). Each process has its own view
@@ -11,9 +11,10 @@ serve --workers N` do the same (`tokenproxy.app.workers.metrics`).
 
 import asyncio
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
+from functools import cache, partial
 from time import perf_counter
 from typing import Literal
 
@@ -69,16 +70,37 @@ class RouteMetrics:
         self.first_byte = metrics.first_byte.labels(route)
         self.duration = metrics.duration.labels(route)
         self.disconnects = metrics.disconnects.labels(route)
-        self._requests = metrics.requests
-        self._route = route
-        self._of_status: dict[int, Counter] = {}
 
-    def count(self, status: int) -> None:
-        """Count a request that was answered with `status`."""
-        counter = self._of_status.get(status)
-        if counter is None:
-            counter = self._of_status[status] = self._requests.labels(self._route, str(status))
-        counter.inc()
+
+class InFlight:
+    """How many of a kind are in flight: a plain number, because each call of a gauge takes a lock.
+
+    Use it in a `with`, or call `dec` in a `finally`.
+    """
+
+    __slots__ = ("_count", "_gauge")
+
+    def __init__(self, gauge: Gauge) -> None:
+        self._gauge = gauge
+        self._count = 0
+
+    def inc(self) -> None:
+        """Count one more."""
+        self._count += 1
+
+    def dec(self) -> None:
+        """Count one less."""
+        self._count -= 1
+
+    def __enter__(self) -> None:
+        self.inc()
+
+    def __exit__(self, *error: object) -> None:
+        self.dec()
+
+    def report(self) -> None:
+        """Set the gauge."""
+        self._gauge.set(self._count)
 
 
 class Metrics:
@@ -100,10 +122,9 @@ class Metrics:
         self._add_request_metrics()
         self._add_replica_metrics()
         self._add_process_metrics()
-        self._routes: dict[str, RouteMetrics] = {}
 
     def _add_conversation_metrics(self) -> None:
-        self.prompts = self._counter(
+        self.prompts = self._counters(
             "prompts", "Prompts of chat requests, by source and by the reason for it.", "source", "reason"
         )
         self.prompt_ids = self._counter("prompt_ids", "Ids of prompts, by how they came to be.", "kind")
@@ -111,7 +132,7 @@ class Metrics:
             self.prompt_ids.labels(kind) for kind in (Ids.REUSED, Ids.APPENDED, Ids.GIVEN, Ids.RENDERED)
         )
         self.sampled_ids = self._counter("sampled_ids", "Sampled ids of recorded turns.")
-        self.turns = self._counter(
+        self.turns = self._counters(
             "turns", "Recorded turns, by finish reason and by the problem that makes them untrainable.",
             "finish_reason", "problem",
         )  # fmt: skip
@@ -146,12 +167,14 @@ class Metrics:
         )
 
     def _add_request_metrics(self) -> None:
-        self.requests = self._counter("requests", "Requests, by route and status.", "route", "status")
+        self.requests = self._counters("requests", "Requests, by route and status.", "route", "status")
         self.disconnects = self._counter(
             "client_disconnects", "Requests whose client left before the end of the response.", "route"
         )
-        self.in_flight = self._gauge("requests_in_flight", "Requests that are being served.")
-        self.queued = self._gauge("requests_queued", "Requests that wait in the proxy for a replica.")
+        self.in_flight = InFlight(self._gauge("requests_in_flight", "Requests that are being served."))
+        self.queued = InFlight(
+            self._gauge("requests_queued", "Requests that wait in the proxy for a replica.")
+        )
         self.queue_time = self._histogram(
             "queue_seconds", "Seconds that requests waited in the proxy for a replica.", _SLOW_S
         )
@@ -168,6 +191,7 @@ class Metrics:
         self.duration = self._histogram(
             "request_seconds", "Seconds from a request to the end of its response.", _SLOW_S, "route"
         )
+        self.of_route = cache(partial(RouteMetrics, self))
 
     def _add_replica_metrics(self) -> None:
         self._state = self._gauge(
@@ -177,6 +201,7 @@ class Metrics:
         self._load = self._gauge(
             "replica_requests_in_flight", "Requests that were sent to a replica and are not over.", "replica"
         )
+        self._replicas: dict[str, InFlight] = {}
         self.admin_calls = self._counter(
             "admin_calls", "Calls that were sent to all replicas, by how many of them succeeded.",
             "route", "result",
@@ -190,8 +215,8 @@ class Metrics:
             "store_seconds", "Seconds from a call of the store to its return, waiting included.",
             _FAST_S, "operation",
         )  # fmt: skip
-        self.store_calls = self._gauge(
-            "store_calls_in_flight", "Calls of the store that wait or run: its queue."
+        self.store_calls = InFlight(
+            self._gauge("store_calls_in_flight", "Calls of the store that wait or run: its queue.")
         )
         self.event_loop_lag = self._histogram(
             "event_loop_lag_seconds", "Seconds by which the event loop woke up a task too late.", _FAST_S
@@ -199,20 +224,19 @@ class Metrics:
 
     def page(self) -> bytes:
         """All metrics in Prometheus' text format: of this process, or the sums of all processes."""
+        self.report_in_flight()
         return generate_latest(self._shared or self.registry)
 
-    def of_route(self, route: str) -> RouteMetrics:
-        """The metrics of a route; `route` is one of few: a template, never a client's path."""
-        found = self._routes.get(route)
-        if found is None:
-            found = self._routes[route] = RouteMetrics(self, route)
-        return found
+    def report_in_flight(self) -> None:
+        """Set the gauges of what is in flight."""
+        for each in (self.in_flight, self.queued, self.store_calls, *self._replicas.values()):
+            each.report()
 
     @contextmanager
     def queue(self) -> Iterator[None]:
         """Count a request as queued while it waits in the proxy, and observe how long it waited."""
         began = perf_counter()
-        with self.queued.track_inprogress():
+        with self.queued:
             try:
                 yield
             finally:
@@ -227,6 +251,7 @@ class Metrics:
         """Drop what was reported of a replica: a fleet whose addresses change must not fill the page."""
         for state in ReplicaState:
             self._state.labels(replica, state).set(0)
+        self._replicas.pop(replica, None)
         # where files keep their series, the merged page leaves out a replica that is in no state
         _remove({"replica": replica}, self._state, self._load, self._ejections)
 
@@ -234,9 +259,9 @@ class Metrics:
         """Count that a replica was taken out of use; `reason` is one of few snake_case words."""
         self._ejections.labels(replica, reason).inc()
 
-    def replica_in_flight(self, replica: str) -> Gauge:
-        """The gauge of a replica's requests: look it up once, and use its `track_inprogress()`."""
-        return self._load.labels(replica)
+    def replica_in_flight(self, replica: str) -> InFlight:
+        """The count of a replica's requests: look it up once."""
+        return self._replicas.setdefault(replica, InFlight(self._load.labels(replica)))
 
     def count_evicted(self, rollouts: int, undelivered: int) -> None:
         """Count evicted rollouts, and those among them that a consumer of the feed has not acknowledged."""
@@ -253,12 +278,12 @@ class Metrics:
         self.consumer_lag(consumer, 0, 0.0)
         _remove({"consumer": consumer}, self._waiting, self._oldest)
 
-    def in_progress(self) -> AbstractContextManager[None]:
-        """Count a request as being served."""
-        return self.in_flight.track_inprogress()
-
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(f"tokenproxy_{name}", meaning, labels, registry=self.registry)
+
+    def _counters(self, name: str, meaning: str, *labels: str) -> Callable[..., Counter]:
+        """A function from the values of the labels to their counter."""
+        return cache(self._counter(name, meaning, *labels).labels)
 
     def _gauge(
         self,
@@ -280,11 +305,12 @@ class Metrics:
 
 
 async def measure_lag(metrics: Metrics) -> None:
-    """Observe how late a task that sleeps wakes up."""
+    """Observe how late a task that sleeps wakes up, and report what is in flight."""
     now = asyncio.get_running_loop().time
     due = now() + LAG_INTERVAL_S
     await asyncio.sleep(LAG_INTERVAL_S)
     metrics.event_loop_lag.observe(max(0.0, now() - due))
+    metrics.report_in_flight()
 
 
 def _remove(labels: dict[str, str], *metrics: Gauge | Counter) -> None:

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from time import perf_counter
 
-from tokenproxy.base.error_formats import error_body, error_headers, is_anthropic
+from tokenproxy.base.error_formats import is_anthropic, send_error
 from tokenproxy.base.errors import ApiError
 from tokenproxy.base.types import ASGIApp, Headers, Message, Receive, Scope, Send
 from tokenproxy.monitoring.exchange import CLIENT_LEFT, Exchange, run_exchange
@@ -60,8 +60,8 @@ class Observer:
         duration = perf_counter() - exchange.began
         added = max(0.0, duration - exchange.waited_s)
         status = exchange.status or CLIENT_LEFT
+        self.metrics.requests(exchange.route, status).inc()
         metrics = self.metrics.of_route(exchange.route)
-        metrics.count(status)
         if exchange.client_left:
             metrics.disconnects.inc()
         if exchange.observed:
@@ -69,7 +69,7 @@ class Observer:
             metrics.added.observe(added)
             if exchange.first_byte:
                 metrics.first_byte.observe(exchange.first_byte - exchange.began)
-            if access_log.isEnabledFor(logging.DEBUG):
+            if exchange.noting:
                 self._log(exchange, scope, status, duration, added)
         if exchange.span.recording:
             if status >= 500:
@@ -128,7 +128,7 @@ class Monitor:
                 if exchange.status:
                     raise  # the server then cuts the connection: a short body must not look complete
                 log.exception("an unexpected error in %s %s", scope["method"], _path(scope))
-                await _send_error(wire.send, ApiError(_UNEXPECTED), scope["path"])
+                await send_error(wire.send, ApiError(_UNEXPECTED), scope["path"])
             finally:
                 self._observer.end(exchange, scope)
 
@@ -178,13 +178,6 @@ def _path(scope: Scope) -> str:
     """The path as the client sent it, percent-encoded; without the query, which may hold a key."""
     raw: bytes = scope.get("raw_path") or scope["path"].encode("unicode_escape")
     return raw.partition(b"?")[0].decode("latin-1")
-
-
-async def _send_error(send: Send, error: ApiError, path: str) -> None:
-    body = error_body(path, error)
-    headers = [*error_headers(path, error), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 def request_id(headers: Headers) -> str:

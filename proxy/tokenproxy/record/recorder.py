@@ -188,7 +188,7 @@ class Recording:
             metrics.count_evicted(evicted.rollouts, evicted.undelivered)
             log.info("the store is full: evicted %d rollouts (%d turns)", evicted.rollouts, evicted.turns)
         for new in turns:
-            metrics.turns.labels(new.turn.finish_reason or "unknown", new.turn.problem or "none").inc()
+            metrics.turns(new.turn.finish_reason or "unknown", new.turn.problem or "none").inc()
             if new.cached is not None:
                 recorder.cache.put(new.cached, new.turn.parent)
 

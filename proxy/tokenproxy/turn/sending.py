@@ -263,7 +263,7 @@ def _conversation(plan: PromptPlan) -> str:
 def count_plan(plan: PromptPlan, metrics: Metrics) -> None:
     """Count the prompts of a request, once for each request, and note them for the access log."""
     for prompt in plan.prompts:
-        metrics.prompts.labels(prompt.source, prompt.reason or "none").inc()
+        metrics.prompts(prompt.source, prompt.reason or "none").inc()
         if prompt.reason == Reason.AMBIGUOUS:
             metrics.ambiguous.inc()
         if prompt.source is not Source.RENDERED:

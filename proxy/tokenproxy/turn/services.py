@@ -5,8 +5,6 @@
 """
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,44 +25,54 @@ class RunningRequests:
     def __init__(self) -> None:
         self.stopping = False
         """Whether the process got a signal to stop. Requests are still served."""
-        self._cut = False
-        self._blocks: dict[object, asyncio.Task[Any]] = {}
+        self.is_cut = False
+        self.blocks: dict[CuttableBlock, asyncio.Task[Any]] = {}
         """The task of each block that `cut` has not ended."""
 
-    @contextmanager
-    def cuttable(self) -> Iterator[None]:
+    def cuttable(self) -> "CuttableBlock":
         """A block that raises `Stopping` at its current `await` when `cut` is called, or at once after that.
 
         It works as `asyncio.timeout` does: the task is cancelled, so that everything inside cleans up as for
         a client that leaves, and the cancellation becomes an exception at the end of the block.
         """
-        stopping = Stopping(
-            "the proxy stopped before the response was complete: send the request again", code="stopping"
-        )
-        if self._cut:
-            raise stopping
-        task, block = asyncio.current_task(), object()
-        assert task is not None
-        before = task.cancelling()
-        self._blocks[block] = task
-        try:
-            yield
-        except asyncio.CancelledError as error:
-            # a task that its client's disconnect cancels at the same time stays cancelled
-            if block not in self._blocks and task.cancelling() <= before + 1:
-                raise stopping from error
-            raise
-        finally:
-            if self._blocks.pop(block, None) is None:
-                task.uncancel()
+        return CuttableBlock(self)
 
     def cut(self) -> int:
         """End the requests inside a `cuttable` block, and refuse new ones. Returns how many there were."""
-        self.stopping = self._cut = True
-        tasks, self._blocks = list(self._blocks.values()), {}
+        self.stopping = self.is_cut = True
+        tasks, self.blocks = list(self.blocks.values()), {}
         for task in tasks:
             task.cancel()
         return len(tasks)
+
+
+class CuttableBlock:
+    """See `RunningRequests.cuttable`."""
+
+    __slots__ = ("_before", "_running", "_task")
+
+    def __init__(self, running: RunningRequests) -> None:
+        self._running = running
+
+    def __enter__(self) -> None:
+        if self._running.is_cut:
+            raise _stopping()
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._before = task, task.cancelling()
+        self._running.blocks[self] = task
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._running.blocks.pop(self, None) is not None:
+            return
+        # a task that its client's disconnect cancels at the same time stays cancelled
+        if self._task.uncancel() <= self._before and isinstance(error, asyncio.CancelledError):
+            raise _stopping() from error
+
+
+def _stopping() -> Stopping:
+    problem = "the proxy stopped before the response was complete: send the request again"
+    return Stopping(problem, code="stopping")
 
 
 @dataclass(slots=True)

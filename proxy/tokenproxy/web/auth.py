@@ -6,7 +6,7 @@ determines the route, checks the scopes.
 
 import re
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from tokenproxy.base.errors import Forbidden, Unauthorized
 from tokenproxy.base.types import ASGIApp, Headers, Receive, Scope, Send
@@ -19,7 +19,6 @@ _PAGE_PATH = re.compile(r"/viewer/?|/viewer/static/[^/]*")
 """The page, which holds no recorded data and asks for a key: a browser sends none with its first request."""
 _FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-real-ip"})
 """Headers that another proxy adds to a request."""
-_OF_A_BROWSER = frozenset({b"origin", b"host", b"sec-fetch-site", b"sec-fetch-mode"})
 
 
 class ApiKeys:
@@ -115,35 +114,33 @@ class NoKeys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Put the scopes of one request into its ASGI scope. Raises Forbidden, as `check_page`."""
         if scope["type"] == "http":
-            check_page(scope["headers"], self._origins)
-            local = self._loopback and self._is_local(scope["headers"])
+            sent = dict(scope["headers"])
+            check_page(sent, self._origins)
+            local = self._loopback and self._is_local(sent)
             # what the gate gave to a request with an unexpected name stays
             scope = {SCOPES_KEY: EVERY_SCOPE if local else WITHOUT_ADMIN, **scope}
         await self._app(scope, receive, send)
 
-    def _is_local(self, headers: Headers) -> bool:
-        for name, value in headers:
-            if name in _FORWARDED or (name == b"origin" and value not in self._origins):
-                return False
-            if name == b"host" and not is_loopback(host_name(value)):
-                return False
-        return True
+    def _is_local(self, sent: Mapping[bytes, bytes]) -> bool:
+        if b"origin" in sent and sent[b"origin"] not in self._origins:
+            return False
+        return _FORWARDED.isdisjoint(sent) and (b"host" not in sent or is_loopback(host_name(sent[b"host"])))
 
 
-def check_page(headers: Headers, origins: Collection[bytes], *, links: bool = True) -> None:
+def check_page(sent: Mapping[bytes, bytes], origins: Collection[bytes], *, links: bool = True) -> None:
     """Refuse a request that a web page sent, unless it is the proxy's own page. For clients without keys.
 
     Browsers let pages of other origins send some requests without asking the server first, and tell it where
     they come from.
 
     Args:
+        sent: the headers of the request.
         origins: those whose pages may use the proxy; `*` is all.
         links: whether a link to the proxy may be followed. A frame in a page counts as a link.
 
     Raises:
         Forbidden: it is a page of another origin.
     """
-    sent = {name: value for name, value in headers if name in _OF_A_BROWSER}
     origin = sent.get(b"origin")
     if origin is None:
         foreign = sent.get(b"sec-fetch-site") in (b"cross-site", b"same-site")

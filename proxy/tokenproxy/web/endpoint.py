@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from typing import Any
 from urllib.parse import unquote
 
+from tokenproxy.base.error_formats import send_error
 from tokenproxy.base.errors import (
     ApiError,
     BodyTimeout,
@@ -25,14 +26,14 @@ from tokenproxy.base.types import Receive, Scope, Send
 from tokenproxy.monitoring.exchange import Exchange
 from tokenproxy.monitoring.middleware import EXCHANGE_KEY
 from tokenproxy.record.store import StoreError
-from tokenproxy.record.store_time import store_time
+from tokenproxy.record.store_time import store_time, within
 from tokenproxy.turn.services import Services
 from tokenproxy.web.auth import check_page
 from tokenproxy.web.base import Route, StoreRoute
 from tokenproxy.web.credentials import SCOPE_KEY, TenantOf, recorded_tenant, tenant_in_scope
 from tokenproxy.web.gate import check_path, is_loopback, raw_path
 from tokenproxy.web.keys import SCOPES_KEY, KeyScope
-from tokenproxy.web.sending import send_body, send_error, send_events
+from tokenproxy.web.sending import send_body, send_events
 
 BODY_TIMEOUT_S = 30.0
 """How long a request's body may take that arrives slower than `BODY_BYTES_PER_S`."""
@@ -60,6 +61,9 @@ class Endpoint:
     ) -> None:
         """`inside_vllm`: whether nothing before it checked the path, and determined the client's scopes."""
         self.route = route
+        self._label = route.label
+        self._path = "" if "{" in route.path else route.path
+        """The path of all its requests; empty if their paths differ."""
         self._services = services
         self._tenant_of = tenant_of
         self._inside_vllm = inside_vllm
@@ -67,8 +71,8 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         exchange: Exchange = scope[EXCHANGE_KEY]
-        exchange.route, exchange.observed = self.route.label, self.route.observed
-        with exchange.metrics.in_progress() if exchange.observed else nullcontext():
+        exchange.route, exchange.observed = self._label, self.route.observed
+        with exchange.metrics.in_flight if exchange.observed else nullcontext():
             try:
                 services = self._services(scope)
                 with services.running.cuttable():
@@ -84,16 +88,16 @@ class Endpoint:
 
     async def _read(self, scope: Scope, receive: Receive, services: Services) -> Request:
         """The request, once its client may send it. Raises ApiError or ClientGone."""
-        path = raw_path(scope) if "{" in self.route.path else self.route.path
+        path = self._path or raw_path(scope)
         if self._inside_vllm:
             check_path(scope)
         else:
-            _check_scope(scope, self.route.needed_scope(scope["method"], unquote(path)))
+            _check_scope(scope, self.route.needed_scope(scope["method"], self._path or unquote(path)))
         # Before the body is read: a client without a valid credential must not fill the memory
         tenant, settings = await self._tenant(scope, services), services.settings
         # in front of vLLM a middleware does; which pages may use its own routes, vLLM's settings tell
         if self._inside_vllm and not tenant and isinstance(self.route, StoreRoute):
-            check_page(scope["headers"], [origin.encode() for origin in settings.cors_origins])
+            check_page(dict(scope["headers"]), [origin.encode() for origin in settings.cors_origins])
         query: bytes = scope.get("query_string", b"")
         limit = min(settings.body_limit_bytes, self.route.body_limit_bytes or settings.body_limit_bytes)
         return Request(
@@ -191,12 +195,13 @@ async def read_body(
     size = 0
     start = clock()
     while True:
+        left_s = timeout_s + size / BODY_BYTES_PER_S - (clock() - start)
+        if left_s <= 0:
+            raise _too_slow(timeout_s)
         try:
-            async with asyncio.timeout(_time_left(clock() - start, size, timeout_s)):
-                message = await receive()
+            message = await within(left_s, receive())
         except TimeoutError as error:
-            problem = f"the request body did not arrive within {timeout_s:g} s"
-            raise BodyTimeout(problem, param="body") from error
+            raise _too_slow(timeout_s) from error
         if message["type"] == "http.disconnect":
             raise ClientGone
         part = message.get("body", b"")
@@ -208,9 +213,8 @@ async def read_body(
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _time_left(passed_s: float, size: int, timeout_s: float) -> float:
-    """Seconds to wait for the next bytes of a body."""
-    return max(0.0, timeout_s + size / BODY_BYTES_PER_S - passed_s)
+def _too_slow(timeout_s: float) -> BodyTimeout:
+    return BodyTimeout(f"the request body did not arrive within {timeout_s:g} s", param="body")
 
 
 def _too_large(limit: int) -> BodyTooLarge:

@@ -94,7 +94,7 @@ class FeedSamples(StoreRoute):
         requested = _read_parameters(request)
         if requested.consumer and not request.tenant:  # the store remembers it
             origins = [origin.encode() for origin in services.settings.cors_origins]
-            check_page(request.headers, origins, links=False)
+            check_page(dict(request.headers), origins, links=False)
         step = await _read_or_wait(requested, request.tenant, services)
         data = await asyncio.to_thread(
             lambda: [_shown(rollout, requested.layout) for rollout in step.rollouts]

@@ -13,16 +13,17 @@ import ipaddress
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import chain
 from urllib.parse import unquote
 
 from starlette.routing import BaseRoute, Match, compile_path
 
+from tokenproxy.base.error_formats import send_error
 from tokenproxy.base.errors import ApiError, BadRequest, HeadTooLarge, NotFound
-from tokenproxy.base.types import ASGIApp, Receive, Scope, Send
+from tokenproxy.base.types import ASGIApp, Headers, Receive, Scope, Send
 from tokenproxy.web.base import Route
 from tokenproxy.web.keys import SCOPES_KEY
 from tokenproxy.web.parameters import HEADER, check_name
-from tokenproxy.web.sending import send_error
 
 UNDER_V1 = frozenset(
     {"audio", "chat", "completions", "embeddings", "messages", "models", "responses", "samples", "sessions"}
@@ -212,7 +213,8 @@ class Gate:
         self._domains = tuple(host[1:].lower() for host in allowed_hosts if host.startswith("*."))
         own = [route for route in routes if not route.catches_all]
         self._methods = [(compile_path(route.path)[0], route.methods) for route in own]
-        self._paths = Paths(route.path for route in own if "{" not in route.path)
+        self._fixed = frozenset(route.path for route in own if "{" not in route.path)
+        self._paths = Paths(self._fixed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check one request."""
@@ -221,8 +223,9 @@ class Gate:
             return
         try:
             self._check_head(scope)
-            check_path(scope)
-            scope = self._paths.of(scope)
+            if raw_path(scope) not in self._fixed:
+                check_path(scope)
+                scope = self._paths.of(scope)
             if not self._expects_host(scope, [value for name, value in scope["headers"] if name == b"host"]):
                 scope = {**scope, SCOPES_KEY: frozenset()}
             if scope["method"] == "OPTIONS":
@@ -242,9 +245,9 @@ class Gate:
         return [*(methods or _ANY_METHOD), "OPTIONS"]
 
     def _check_head(self, scope: Scope) -> None:
+        headers: Headers = scope["headers"]
         size = len(scope.get("raw_path") or b"") + len(scope.get("query_string", b""))
-        for name, value in scope["headers"]:
-            size += len(name) + len(value) + 4  # ": " and the line's end
+        size += sum(map(len, chain.from_iterable(headers))) + 4 * len(headers)  # ": " and the line's end
         if size > HEAD_LIMIT_BYTES:
             raise HeadTooLarge(f"the request line and headers are over the limit of {HEAD_LIMIT_BYTES} bytes")
 

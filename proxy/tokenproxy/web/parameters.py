@@ -73,14 +73,13 @@ def session_name(request: Request, *, from_key: bool) -> str | None:
     Raises:
         BadRequest: `X-Session-ID` is not a valid name of a session.
     """
-    named = next((value for key, value in request.headers if key == HEADER), None)
-    if named is not None:
-        return check_name(named.decode("latin-1").strip(), "X-Session-ID")
+    sent = dict(reversed(request.headers))  # of repeated headers the first counts
+    if HEADER in sent:
+        return check_name(sent[HEADER].decode("latin-1").strip(), "X-Session-ID")
     if from_key and (key := _unchecked_key(request)):
         return _name_of_key(key)
-    stated = {name: value for name, value in reversed(request.headers) if name in PROGRAM_HEADERS}
-    for program_header in PROGRAM_HEADERS if stated else ():
-        if value := stated.get(program_header, b"").strip():
+    for program_header in PROGRAM_HEADERS:
+        if value := sent.get(program_header, b"").strip():
             name = value.decode("latin-1")
             return name if _NAME.fullmatch(name) else _digest(value)
     return None

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from time import monotonic
 
-from tokenproxy.base.error_formats import error_body, error_event, error_headers
+from tokenproxy.base.error_formats import error_event, send_error
 from tokenproxy.base.errors import ApiError, EngineBroken, Stopping
 from tokenproxy.base.http import BytesResponse, KeptAlive, Response
 from tokenproxy.base.types import Message, Send
@@ -12,14 +12,6 @@ from tokenproxy.engine.sse import whole_events
 from tokenproxy.turn.services import RunningRequests
 
 log = logging.getLogger("tokenproxy")
-
-
-async def send_error(send: Send, error: ApiError, path: str) -> None:
-    """Send an error in the wire format of a path."""
-    body = error_body(path, error)
-    headers = [*error_headers(path, error), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 async def send_events(response: Response, path: str, send: Send, running: RunningRequests) -> None:
