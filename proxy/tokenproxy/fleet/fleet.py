@@ -198,8 +198,7 @@ class Fleet:
 
         Raises: as `send`.
         """
-        if not self.ready:
-            await self._first_answer()
+        await self.served_model()
         ready = _in_service(self.taking(samples=False))
         last: EngineTimeout | EngineBroken | None = None
         for replica in random.sample(ready, len(ready)):
