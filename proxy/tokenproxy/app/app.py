@@ -1,7 +1,7 @@
 """The proxy in front of stock vLLM servers, and the services that it shares with the plugin: wiring only."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, nullcontext
 from functools import partial
 
@@ -11,7 +11,6 @@ from starlette.middleware.cors import CORSMiddleware
 
 from tokenproxy import __version__
 from tokenproxy.base.http import Request, Response
-from tokenproxy.base.image_fetch import ImageFetcher
 from tokenproxy.base.types import Scope
 from tokenproxy.base.urls import url_credentials
 from tokenproxy.engine.http import HttpEngine
@@ -54,8 +53,7 @@ def make_services(
     auditor = Auditor(metrics, proof_folder())
     store = make_store(settings.store, limits)
     guarded = GuardedStore(store, metrics, required=settings.store_required)
-    fetch = ImageFetcher(settings.image_hosts).fetch if settings.image_hosts else None
-    images = ImageLoader(encoders, fetch=fetch)
+    images = ImageLoader(encoders, fetch=_image_fetch(settings.image_hosts))
     shared, name = settings.store != "memory:", fleet_id(settings.upstreams, settings.upstreams_file)
     fleet.weights.words = StoredWords(guarded, f"{name}/weights", shared=shared)
     return Services(
@@ -78,6 +76,15 @@ def make_services(
         model_aliases=ModelAliases([parse_alias(alias) for alias in settings.model_aliases]),
         running=running or RunningRequests(),
     )
+
+
+def _image_fetch(hosts: Sequence[str]) -> Callable[[str], Awaitable[bytes]] | None:
+    """What loads images from the web; None if no host is allowed."""
+    if not hosts:
+        return None
+    from tokenproxy.base.image_fetch import ImageFetcher  # its HTTP client takes long to import
+
+    return ImageFetcher(hosts).fetch
 
 
 def lends_credentials(settings: Settings) -> bool:

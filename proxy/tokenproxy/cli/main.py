@@ -1,6 +1,7 @@
 """The command `tokenproxy`."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -124,7 +125,11 @@ where the model stopped. Exit code 1 if one of the chat or the token route does 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command; returns its exit code.
+
+    Args:
+        argv: its arguments; None takes those of this process, which a server then ends itself.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments[:1] == ["vllm"]:
@@ -135,6 +140,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help()
             return 2
         code: int = options.run(options)
+        if argv is None and options.command == "serve":
+            # all is closed: Python would take a second to free modules and tokenizers, and wait for threads
+            os._exit(code)
         return code
     except UsageError as error:
         print(f"tokenproxy: {error}", file=sys.stderr)

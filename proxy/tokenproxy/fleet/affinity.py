@@ -23,8 +23,8 @@ IDLE_S = 60.0
 @dataclass(slots=True)
 class _Active:
     replica: str
-    used: float
-    running: int
+    used: float = 0.0
+    running: int = 0
 
 
 @dataclass(slots=True)
@@ -46,17 +46,28 @@ class Conversations:
     def begin(self, key: str, replica: str) -> None:
         """Count a request of a conversation that is sent to a replica."""
         self._expire()
-        active = self._take(key)
-        self._put(key, replica, 1 + (active.running if active is not None else 0))
+        active = self._active.get(key)
+        if active is None:
+            active = self._active[key] = _Active(replica)
+            self._counts[replica] += 1
+        elif active.replica != replica:
+            self._counts.update({active.replica: -1, replica: 1})
+            active.replica = replica
+        active.running += 1
+        self._use(key, active)
 
     def finish(self, key: str) -> None:
         """Count a request of a conversation as complete."""
-        if (active := self._take(key)) is not None:
-            self._put(key, active.replica, max(0, active.running - 1))
+        if (active := self._active.get(key)) is not None:
+            active.running = max(0, active.running - 1)
+            self._use(key, active)
 
     def end(self, key: str) -> bool:
         """Remove a conversation, because no request follows. False if it was not active."""
-        return self._take(key) is not None
+        active = self._active.pop(key, None)
+        if active is not None:
+            self._counts[active.replica] -= 1
+        return active is not None
 
     def count(self, replica: str) -> int:
         """Number of active conversations on a replica."""
@@ -70,20 +81,13 @@ class Conversations:
             if active.used >= now - self.idle_s:
                 return
             if active.running:
-                active.used = now
-                self._active.move_to_end(key)
+                self._use(key, active)
             else:
-                self._take(key)
+                self.end(key)
 
-    def _put(self, key: str, replica: str, running: int) -> None:
-        self._active[key] = _Active(replica, self.clock(), running)
-        self._counts[replica] += 1
-
-    def _take(self, key: str) -> _Active | None:
-        active = self._active.pop(key, None)
-        if active is not None:
-            self._counts[active.replica] -= 1
-        return active
+    def _use(self, key: str, active: _Active) -> None:
+        active.used = self.clock()
+        self._active.move_to_end(key)
 
 
 _SHORTEST = 10

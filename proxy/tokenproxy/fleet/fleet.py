@@ -5,7 +5,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from tokenproxy.base.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, NotFound
@@ -58,6 +58,8 @@ class Fleet:
         """
         self.clock = clock
         self.replicas: list[Replica] = []
+        self.ready: list[Replica] = []
+        """Those that respond, do not differ from the model, and are not drained; see `settle_model`."""
         self.model: FleetModel | None = None
         """The model that it serves; None before the first replica responds."""
         self.watch_interval_s = watch_interval_s
@@ -117,6 +119,7 @@ class Fleet:
                 log.warning("%s gets no requests: %s", replica.name, difference)
             replica.difference = difference
             replica.report_state()
+        self.ready = [replica for replica in self.replicas if replica.ready and not replica.draining]
 
     async def served_model(self) -> FleetModel:
         """The model that the fleet serves, once a replica is ready.
@@ -124,8 +127,9 @@ class Fleet:
         Raises:
             EngineUnavailable: no replica responds.
         """
-        usable = await self._usable(samples=False)
-        if not usable or self.model is None:
+        if not self.ready:
+            await self._first_answer()
+        if not self.ready or self.model is None:
             raise self.nothing_responds()
         return self.model
 
@@ -144,7 +148,7 @@ class Fleet:
         for replica in [*self.replicas, *self.leaving]:
             await replica.stop()
 
-    async def send(self, work: Work, routing: Routing) -> Response:
+    def send(self, work: Work, routing: Routing) -> Coroutine[Any, Any, Response]:
         """Send a request to the replica that the policy chooses, and to another one if that fails.
 
         The response counts as running until it is closed. Its beginning was read, see `dispatch.py`. The
@@ -159,7 +163,7 @@ class Fleet:
             EngineTimeout: no replica accepted a connection in time, or one did not answer in time.
             EngineBroken: a replica broke under the request, and it may not run again.
         """
-        return await dispatch(self, routing, work)
+        return dispatch(self, routing, work)
 
     async def send_to_any(self, request: Request, routing: Routing) -> Response:
         """Send a request to a ready replica; if none is, to one that refuses discovery without a credential.
@@ -194,7 +198,8 @@ class Fleet:
 
         Raises: as `send`.
         """
-        ready = await self._usable(samples=False)
+        await self.served_model()
+        ready = _in_service(self.taking(samples=False))
         last: EngineTimeout | EngineBroken | None = None
         for replica in random.sample(ready, len(ready)):
             try:
@@ -216,8 +221,10 @@ class Fleet:
             Overloaded: too many requests wait, or this one waited for too long.
         """
         suspension = self.weights.suspension
-        if not (suspension.active and routing.samples):
-            await self._usable(samples=routing.samples)  # the first discovery may still run
+        if self.weights.outdated:
+            await self.weights.refresh()
+        if not self.ready and not (suspension.active and routing.samples):
+            await self._first_answer()
 
         def take() -> Run | None:
             if suspension.active and routing.samples:
@@ -247,8 +254,10 @@ class Fleet:
     def _fitting(self, routing: Routing, tried: Sequence[Replica] = ()) -> list[Replica]:
         """The replicas that may get a request: of those that lack nothing for it, or of all if each does."""
         usable = [each for each in self.taking(samples=routing.samples) if each not in tried]
-        usable = _in_service(usable)
-        return [replica for replica in usable if not replica.lacks(routing.model)] or usable
+        if len(usable) > 1:
+            usable = _in_service(usable)
+            usable = [replica for replica in usable if not replica.lacks(routing.model)] or usable
+        return usable
 
     def _chosen(self, replicas: Sequence[Replica], routing: Routing) -> Replica:
         """The replica that the policy chooses."""
@@ -310,24 +319,17 @@ class Fleet:
 
     def taking(self, *, samples: bool = True) -> list[Replica]:
         """The replicas that take requests. Those with other weights take requests that do not sample."""
-        responding = [replica for replica in self.replicas if replica.ready and not replica.draining]
-        serving = [replica for replica in responding if self.weights.serves(replica)]
-        return serving if samples or serving else responding
+        serving = [replica for replica in self.ready if self.weights.serves(replica)]
+        return serving if samples or serving else self.ready
 
-    async def _usable(self, *, samples: bool = True) -> list[Replica]:
-        """The replicas that may get a request; those with an open breaker only if there are no others.
-
-        Waits until one is ready, discovery was tried on all, or `FIRST_ANSWER_TIMEOUT_S` passed.
-        """
-        if not (usable := self.taking(samples=samples)):
-            end = self.clock() + FIRST_ANSWER_TIMEOUT_S
-            with queued():  # seldom: requests come after the start
-                while not any(each.ready for each in self.replicas) and self.clock() < end:
-                    if all(each.was_tried for each in self.replicas):
-                        break
-                    await asyncio.sleep(_DISCOVERY_STEP_S)
-            usable = self.taking(samples=samples)
-        return _in_service(usable)
+    async def _first_answer(self) -> None:
+        """Wait until a replica is ready, discovery was tried on all, or `FIRST_ANSWER_TIMEOUT_S` passed."""
+        end = self.clock() + FIRST_ANSWER_TIMEOUT_S
+        with queued():  # seldom: requests come after the start
+            while not any(each.ready for each in self.replicas) and self.clock() < end:
+                if all(each.was_tried for each in self.replicas):
+                    break
+                await asyncio.sleep(_DISCOVERY_STEP_S)
 
 
 def _in_service(replicas: list[Replica]) -> list[Replica]:

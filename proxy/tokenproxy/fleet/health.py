@@ -85,8 +85,7 @@ class Breaker:
     @property
     def allows(self) -> bool:
         """Whether a request may be sent now."""
-        state = self.state
-        return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and not self.on_trial)
+        return self._opened_at is None or (self._trial is None and self.opens_for_s() == 0)
 
     def started(self, request: object) -> None:
         """Take note that a request is sent; half open, it is the trial, unless another one is."""
@@ -216,10 +215,11 @@ class FleetWatch:
         fleet = self._fleet
         fleet.queue.wake()  # a replica may have come back
         watched = [*fleet.replicas, *fleet.leaving]
-        usual_s = max((replica.load.usual_silence_s() for replica in watched), default=0.0)
         for replica in watched:
             replica.report_state()
-            silent = replica.load.silent_s() > max(SILENT_S, _TIMES_SLOWER * usual_s)
+        for replica in [each for each in watched if each.load.silent_s() > SILENT_S]:
+            usual_s = max(each.load.usual_silence_s() for each in watched)
+            silent = replica.load.silent_s() > _TIMES_SLOWER * usual_s
             if silent and replica.name not in self._examinations and self._may_eject(replica):
                 self._examinations[replica.name] = asyncio.create_task(self._examine(replica))
         for replica in [each for each in fleet.leaving if not each.load.requests]:

@@ -82,6 +82,7 @@ class Replica:
         self.metrics = metrics
         self._reported: ReplicaState | None = None
         self.engine = engine
+        self.name = engine.name
         self.load = Load(clock)
         self.breaker = Breaker(clock)
         self.draining = False
@@ -114,11 +115,6 @@ class Replica:
         """The version of its weights; None if its engine reports none."""
         self._confirmation: asyncio.Task[bool] | None = None
         self._misses = 0
-
-    @property
-    def name(self) -> str:
-        """The engine's name."""
-        return self.engine.name
 
     @property
     def responds(self) -> bool:

@@ -12,7 +12,7 @@ import gc
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -73,7 +73,9 @@ class Tokenizers:
         )
         self._other_formats = _CONTENT_FORMATS if content_format is None else ()
         self._proof_folder = proof_folder
-        self._loading: dict[str, asyncio.Task[list[ChatTokenizer]]] = {}
+        self._loader = ThreadPoolExecutor(thread_name_prefix="load")
+        """Not the event loop's own, whose end would wait for a hub that does not answer."""
+        self._loading: dict[str, asyncio.Future[list[ChatTokenizer]]] = {}
         self._examined: dict[int, ChatTokenizer] = {}
         self._by_engines: dict[bytes, tuple[ChatTokenizer, EngineRenderings]] = {}
 
@@ -93,7 +95,8 @@ class Tokenizers:
                 code="no_tokenizer",
             )
         if source not in self._loading:
-            self._loading[source] = asyncio.create_task(asyncio.to_thread(self._load, source))
+            loop = asyncio.get_running_loop()
+            self._loading[source] = loop.run_in_executor(self._loader, self._load, source)
         try:
             candidates = await asyncio.shield(self._loading[source])
         except Exception as error:

@@ -1,7 +1,8 @@
 """The state of the fleet's weights in this process: which replicas may serve, and what samples each turn.
 
-All processes of the fleet share the state, see `shared.py`. Each reads it every 0.25 s, and once more before
-it records a turn, so that no turn is recorded with a version that another process has replaced.
+All processes of the fleet share the state, see `shared.py`. While turns run, each reads it every 0.25 s, and
+once more before it records a turn, so that no turn is recorded with a version that another process has
+replaced. An idle process reads it before the next request.
 """
 
 import asyncio
@@ -57,6 +58,8 @@ class Weights:
         """Admin calls of this process that run."""
         self.ahead = False
         """Whether this process changes the state, so that what it reads in the store does not count."""
+        self.outdated = False
+        """Whether the state must be read before a request is sent: no turn ran, so that it was not read."""
         self._fleet = fleet
         self._clock = fleet.clock
         self.suspension = Suspension(self._clock)
@@ -75,7 +78,8 @@ class Weights:
 
     def serves(self, replica: Replica) -> bool:
         """Whether requests may be sent to a replica, as far as its weights go."""
-        return not self.problem(replica)
+        state = self.state
+        return replica.name not in state.failures and state.version in (None, replica.weight_version)
 
     def problem(self, replica: Replica) -> str:
         """Why a replica gets no requests; empty if its weights are those of the fleet."""
@@ -197,7 +201,7 @@ class Weights:
                 self._readable = True
                 if self.state is old and not self.ahead and state != old:
                     self._learn(state)
-            self._last_read = number
+            self._last_read, self.outdated = number, False
             return self._readable
 
     async def explains_silence(self, replica: Replica) -> bool:
@@ -277,19 +281,27 @@ class Weights:
     async def _tick(self) -> None:
         if self.ahead and not self.calls:
             await self._write(self.state)
+        idle = not (self._tags or self.suspension.active or self._fleet.queue.waiting)
+        if idle and not self._asks_now():
+            self.outdated = self.shared
+            return
         await self.refresh()
-        state, now = self.state, self._clock()
+        state = self.state
         if self.calls or self._learning:
             return
         if state.updating:
-            if now - self._moved_at > self.timeout_s + _MARGIN_S:
+            if self._clock() - self._moved_at > self.timeout_s + _MARGIN_S:
                 await self._give_up_update()
-        elif now - max(self._asked_at, self._moved_at) >= self._fleet.watch_interval_s:
-            self._asked_at = now
+        elif self._asks_now():
+            self._asked_at = self._clock()
             asked = [each for each in self._fleet.replicas if each.ready]
             await asyncio.gather(*(self._ask(replica) for replica in asked))
             if self.state is state and state.paused:
                 await self._check_pause(asked)
+
+    def _asks_now(self) -> bool:
+        """Whether it is time to ask the replicas for their versions."""
+        return self._clock() - max(self._asked_at, self._moved_at) >= self._fleet.watch_interval_s
 
     async def _give_up_update(self) -> None:
         """End an update that is idle: a part of the weights may be loaded, so its replicas leave service."""

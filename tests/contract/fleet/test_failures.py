@@ -195,6 +195,7 @@ async def test_nothing_runs_again_on_a_replica_that_was_drained_meanwhile() -> N
         request = asyncio.create_task(ask(fleet))
         await settled()
         fleet.replicas[1].draining = True
+        fleet.settle_model()
         assert (await request)[0] == 200
         assert _started(*all_engines) == [1, 0, 1]
 

@@ -8,6 +8,7 @@ import pytest
 from tokenizers import normalizers
 from transformers import AutoTokenizer
 
+from chat_tokenizer import ChatTokenizer
 from tests.support.fake_vllm import Canned, FakeVllm
 from tests.support.tiny_model import CHATML, TinyModel
 from tests.support.utils import run_proxy
@@ -62,6 +63,28 @@ async def test_failed_load_is_reported_and_retried(engine: HttpEngine, tmp_path:
     assert later.root in str(problems[0])
     await asyncio.to_thread(Path(later.root).symlink_to, model.root)
     assert (await tokenizers.find(engine, later)).source == later.root
+
+
+def test_end_of_the_process_does_not_wait_for_a_tokenizer_that_loads(
+    monkeypatch: pytest.MonkeyPatch, mortal: FakeVllm
+) -> None:
+    loading, answers = threading.Event(), threading.Event()
+
+    def load(*arguments: object, **options: object) -> None:
+        loading.set()
+        answers.wait()
+        raise OSError("the hub answers too late")
+
+    async def stop_meanwhile() -> None:
+        engine = HttpEngine(mortal.url)
+        finding = asyncio.create_task(Tokenizers("of/a-hub").find(engine, None))
+        await asyncio.to_thread(loading.wait)
+        finding.cancel()
+        await engine.aclose()
+
+    monkeypatch.setattr(ChatTokenizer, "load", load)
+    asyncio.run(stop_meanwhile())  # at its end it waits for threads that may not be left alone
+    answers.set()
 
 
 @pytest.mark.parametrize(

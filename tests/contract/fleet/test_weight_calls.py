@@ -341,6 +341,22 @@ def test_the_version_as_cache_salt(start: Start) -> None:
         assert engine.last("/v1/completions").json.items() >= {"n": 2, "cache_salt": "7"}.items()
 
 
+@stepped
+async def test_an_idle_process_reads_the_state_before_its_next_request() -> None:
+    [only] = engines(1)
+    words = StoredWords(SqliteStore(None, Limits()), "fleet/weights")
+    async with fleet_of(only) as fleet:
+        fleet.weights.words = words
+        await elapse(1.0)
+        await write_state(words, FleetState(paused="keep"))
+        request = asyncio.create_task(ask(fleet))
+        await settled()
+        assert (request.done(), only.started) == (False, 0)
+        await write_state(words, FleetState())
+        await elapse(1.0)
+        assert (await request)[0] == 200
+
+
 async def test_the_state_in_a_store() -> None:
     store = SqliteStore(None, Limits())
     words = StoredWords(store, "fleet/weights")
