@@ -38,7 +38,7 @@ reasoning as well, so check a match on `loose` alone with `CanonicalMessage.is_c
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from chat_tokenizer.errors import InvalidMessages
 from chat_tokenizer.lossless_json import pack, parse
@@ -67,8 +67,10 @@ class ArgumentDefaults:
     @property
     def digest(self) -> bytes:
         """16 bytes; empty if there are no defaults."""
+        if not self.packed:
+            return b""
         spelled = {name: {key: value.hex() for key, value in of.items()} for name, of in self.packed.items()}
-        return _digest(b"defaults", pack(spelled)) if spelled else b""
+        return _digest(b"defaults", pack(spelled))
 
     def drop(self, function: object, arguments: object) -> object:
         """The arguments of a call without those that equal a default; `arguments` itself if none does."""
@@ -103,8 +105,7 @@ def _object(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-@dataclass(frozen=True, slots=True)
-class CanonicalMessage:
+class CanonicalMessage(NamedTuple):
     """The digests of one message. Two messages are equal exactly if their `strict` digests are."""
 
     strict: bytes
@@ -271,7 +272,7 @@ def _fields(message: Message, index: int) -> dict[str, Any]:
     if message.get("refusal") not in (None, ""):
         fields["refusal"] = message["refusal"]
     calls = message.get("tool_calls")
-    if not isinstance(calls, list | tuple | None):
+    if calls is not None and not isinstance(calls, (list, tuple)):
         raise InvalidMessages(f"tool calls of message {index} must be a list")
     if calls:
         fields["tool_calls"] = [_call(call, index) for call in calls]

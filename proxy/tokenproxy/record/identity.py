@@ -107,12 +107,13 @@ def digest_message(
     """As `parse_message`, of a message that is an object. Raises InvalidMessages."""
     own = canonical(message, index, defaults)
     loose, strict = (before.loose, before.strict) if before else (NOTHING, NOTHING)
+    exactly = extend(strict, own.strict)
     return ParsedMessage(
         own,
         message["role"] == "assistant",
         media_kind(message.get("content")) is not None,
-        extend(loose, own.loose),
-        extend(strict, own.strict),
+        exactly if (loose, own.loose) == (strict, own.strict) else extend(loose, own.loose),
+        exactly,
         extend(loose, own.without_arguments) if own.arguments else b"",
         extend(b"" if before is None or _is_distinctive(message) else before.message.loose, own.loose),
     )
@@ -133,7 +134,9 @@ def _is_distinctive(message: dict[str, Any]) -> bool:
     if message.get("tool_calls"):
         return True
     content = message.get("content")
-    parts = content if isinstance(content, list) else [content]
+    if isinstance(content, str):
+        return len(content.strip()) >= _DISTINCTIVE_BYTES
+    parts = content if isinstance(content, list) else []
     texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
     return sum(len(text.strip()) for text in texts if isinstance(text, str)) >= _DISTINCTIVE_BYTES
 
@@ -234,22 +237,22 @@ class Scope(msgspec.Struct, frozen=True):
     parts: tuple[bytes, ...]
     """See `scope_parts`."""
 
-    def key(self, kind: str, digest: bytes, *, explains: bool = False) -> bytes:
-        """A key of the store's index: 16 bytes.
+    def key(self, kind: str, digest: bytes) -> bytes:
+        """A key of the store's index: 16 bytes. `kind`: what `digest` is a digest of."""
+        key: bytes = self.hasher(kind, digest).digest()
+        return key
 
-        Args:
-            kind: what `digest` is a digest of.
-            explains: leave out model and rendering: such keys only serve to explain a miss.
-        """
-        return bytes(self.hasher(kind, digest, explains=explains).digest())
-
-    def hasher(self, kind: str, digest: bytes = b"", *, explains: bool = False) -> Any:
+    def hasher(self, kind: str, digest: bytes = b"") -> Any:
         """blake2b over the scope and a digest, which may be updated with more; see `key`."""
         tenant, session = self.tenant.encode(), (self.session or "").encode()
-        lengths = (len(tenant).to_bytes(8, "little"), len(session).to_bytes(8, "little"))
-        parts = () if explains else self.parts
-        data = b"".join((lengths[0], tenant, lengths[1], session, *parts, digest))
+        # a key that only explains a miss leaves out model and rendering
+        parts = b"" if kind == CONTENT else b"".join(self.parts)
+        data = b"%b%b%b%b%b%b" % (_length(tenant), tenant, _length(session), session, parts, digest)
         return hashlib.blake2b(data, digest_size=16, person=kind.encode())
+
+
+def _length(text: bytes) -> bytes:
+    return len(text).to_bytes(8, "little")
 
 
 def scope_parts(
@@ -317,7 +320,7 @@ def text_keys(scope: Scope, message: ParsedMessage) -> list[bytes]:
 
 def content_key(scope: Scope, message: ParsedMessage) -> bytes:
     """The key that explains a miss; see `CONTENT`."""
-    return scope.key(CONTENT, message.content, explains=True)
+    return scope.key(CONTENT, message.content)
 
 
 def ids_entries(scope: Scope, ids: bytes, ids_digest: bytes) -> list[IndexEntry]:

@@ -8,7 +8,6 @@ A prompt is planned once, for the model of the fleet; after a failure another re
 """
 
 import asyncio
-import hashlib
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,12 +15,12 @@ import msgspec
 from msgspec.structs import replace
 
 from chat_tokenizer import InvalidMessages, TemplateUnsupported, TokenizationError, ids
-from chat_tokenizer.cache import BoundedCache
+from chat_tokenizer.cache import BoundedCache, digest
 from chat_tokenizer.canonical import NO_DEFAULTS, ArgumentDefaults, argument_defaults
 from chat_tokenizer.errors import TooManyIds
 from chat_tokenizer.placeholders import PlaceholdersDiffer
 from tokenproxy.base.errors import RendererUnavailable
-from tokenproxy.base.request import ChatRequest, GivenIds, ThinkingPolicy
+from tokenproxy.base.request import ChatRequest, GivenIds, Rendering, ThinkingPolicy
 from tokenproxy.record.appending import (
     Appender,
     Continuation,
@@ -112,24 +111,8 @@ class Planner:
 
         Raises one of `UNREADABLE`, or Overloaded.
         """
-        name, rendering = request.model or model.name, request.rendering
-        fingerprint = model.tokenizer.fingerprint if model.tokenizer else ""
-        arguments = (rendering, model.rendered_fields, name, fingerprint)
-
-        def read() -> tuple[tuple[bytes, ...], ArgumentDefaults]:
-            tools = rendering.parse_tools() if b'"default"' in rendering.tools else None
-            return scope_parts(*arguments), argument_defaults(tools) if tools else NO_DEFAULTS
-
-        # tools may be long: they are digested as they are, and their length tells them from what follows
-        digested = hashlib.blake2b(rendering.tools)
-        others = (rendering.template_kwargs, rendering.options, rendering.add_generation_prompt)
-        digested.update(repr((len(rendering.tools), *others, *arguments[1:])).encode())
-        key, size = digested.digest(), rendering.size
-        made = self._read.get(key)
-        if made is None:
-            made = read() if size < WORTH_A_THREAD_BYTES else await self.matcher.encoders.run(read, size)
-            self._read.put(key, made)
-        parts, defaults = made
+        name = request.model or model.name
+        parts, defaults = await self._parts(request.rendering, name, model)
         session = request.session.name if request.session is not None and request.session.explicit else None
         parse = partial(self.matcher.cache.parse, messages, defaults)
         if len(messages) < WORTH_A_THREAD_BYTES:
@@ -137,6 +120,21 @@ class Planner:
         else:
             conversation = await self.matcher.encoders.run(parse, len(messages))
         return conversation, Scope(request.tenant, session, name, parts)
+
+    async def _parts(
+        self, rendering: Rendering, name: str, model: ServedModel
+    ) -> tuple[tuple[bytes, ...], ArgumentDefaults]:
+        """The parts of a scope, and the defaults of the tools. Raises as `identify`."""
+        fingerprint = model.tokenizer.fingerprint if model.tokenizer else ""
+        options, fields = [*rendering.options.items()], model.rendered_fields
+        key = digest(rendering.tools, rendering.template_kwargs, options, fields, name, fingerprint)
+        made = self._read.get(key)
+        if made is None:
+            read = partial(_read, rendering, fields, name, fingerprint)
+            size = rendering.size
+            made = read() if size < WORTH_A_THREAD_BYTES else await self.matcher.encoders.run(read, size)
+            self._read.put(key, made)
+        return made
 
     async def _with_images(
         self, plan: PromptPlan, conversation: Conversation, model: ServedModel
@@ -254,6 +252,15 @@ class Planner:
             if not await claims.pin(rollout):
                 break
         return replace(plans[0], others=tuple(plans[1:]))
+
+
+def _read(
+    rendering: Rendering, rendered_fields: frozenset[str], name: str, fingerprint: str
+) -> tuple[tuple[bytes, ...], ArgumentDefaults]:
+    """See `Planner._parts`."""
+    tools = rendering.parse_tools() if b'"default"' in rendering.tools else None
+    parts = scope_parts(rendering, rendered_fields, name, fingerprint)
+    return parts, argument_defaults(tools) if tools else NO_DEFAULTS
 
 
 def _plan_prompt(

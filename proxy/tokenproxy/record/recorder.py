@@ -6,8 +6,7 @@ A failure here never affects the client's response: it is logged and counted, an
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -136,34 +135,34 @@ class Recording:
 
     async def _add(self, completion: Completion) -> None:
         async with self._lock:
-            with self._survived("the turns of a request"), span("record", {}):
-                if self._before_recording is not None:
-                    await self._before_recording(completion)
-                batch = self.plan.batch
-                parts = {0: completion} if batch is None else completion.by_prompt(batch)
+            with span("record", {}):
+                try:
+                    if self._before_recording is not None:
+                        await self._before_recording(completion)
+                    batch = self.plan.batch
+                    parts = {0: completion} if batch is None else completion.by_prompt(batch)
+                except Exception as error:  # noqa: BLE001 - see `_report`
+                    return self._report("the turns of a request", error)
                 for position, part in parts.items():
-                    rollout = self.plan.prompts[position].placement.session.id
-                    with self._survived(f"a turn of {rollout}"):
-                        await self._record(position, part)
+                    plan = self.plan.prompts[position]
+                    try:
+                        await self._record(position, plan, part)
+                    except Exception as error:  # noqa: BLE001 - see `_report`
+                        self._report(f"a turn of {plan.placement.session.id}", error)
                     if self.plan.others:
                         await asyncio.sleep(0)  # as in planning: a store in memory never waits
 
-    @contextmanager
-    def _survived(self, what: str) -> Iterator[None]:
+    def _report(self, what: str, error: Exception) -> None:
         """The boundary: a failure to record must not fail the response."""
-        try:
-            yield
-        except StoreError as error:
-            self._recorder.metrics.store_errors.inc()
+        self._recorder.metrics.store_errors.inc()
+        if isinstance(error, StoreError):
             log.error("%s was not recorded: %s", what, error)
-        except Exception:
-            self._recorder.metrics.store_errors.inc()
-            log.exception("%s could not be recorded", what)
+        else:
+            log.error("%s could not be recorded", what, exc_info=error)
 
-    async def _record(self, position: int, completion: Completion) -> None:
-        """Record the choices of one prompt, given its position."""
-        recorder, plan, holder = self._recorder, self.plan.prompts[position], self._holders.get(position)
-        placement = plan.placement
+    async def _record(self, position: int, plan: PromptPlan, completion: Completion) -> None:
+        """Record the choices of one prompt, given its position and plan."""
+        recorder, placement, holder = self._recorder, plan.placement, self._holders.get(position)
         if placement.session.id in self.dropped:
             log.info("a turn of %s is not recorded: its session was deleted", placement.session.id)
             return
@@ -313,7 +312,7 @@ def _text_entries(
     conversation = placement.conversation
     assert conversation is not None  # the caller looked
     entries = text_entries(placement.scope, answer, found_ids)
-    before = sum(message.assistant for message in conversation.messages)
+    before = len(conversation.ends) + conversation.ends_with_assistant
     for form in other_forms(choice.message, choice.stop_reason, before):
         entries.append(text_entries(placement.scope, conversation.answered(form), found_ids)[1])
     return entries
