@@ -49,6 +49,9 @@ _HINT = (
     " The conversation keeps the exact ids of earlier turns. If the chat template renders it shorter, the "
     "proxy's setting `overflow: render` lets it continue from a new rendering."
 )
+_RECALLED_ON_THREAD_BYTES = 2**18
+"""Bytes of messages from which a thread finds out how many are known. It takes 0.15 ms for so many, hardly
+more than handing it to a thread."""
 _PROMPT_S = 0.02
 """Seconds that a request waits longer for the store for each prompt after the first."""
 
@@ -114,11 +117,11 @@ class Planner:
         name = request.model or model.name
         parts, defaults = await self._parts(request.rendering, name, model)
         session = request.session.name if request.session is not None and request.session.explicit else None
-        parse = partial(self.matcher.cache.parse, messages, defaults)
-        if len(messages) < WORTH_A_THREAD_BYTES:
-            conversation = parse()
-        else:
-            conversation = await self.matcher.encoders.run(parse, len(messages))
+        cache, run = self.matcher.cache, self.matcher.encoders.run
+        recall = partial(cache.recall, messages, defaults)
+        recalled = recall() if len(messages) < _RECALLED_ON_THREAD_BYTES else await run(recall)
+        parse, size = partial(cache.parse, recalled), recalled.new_bytes
+        conversation = parse() if size < WORTH_A_THREAD_BYTES else await run(parse, size)
         return conversation, Scope(request.tenant, session, name, parts)
 
     async def _parts(

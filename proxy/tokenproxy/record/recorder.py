@@ -168,6 +168,8 @@ class Recording:
             return
         make = partial(new_turns, plan, completion, holder, self.replica)
         size = len(completion.prompt_ids or b"") + 8 * completion.sampled
+        if placement.parent is not None and completion.prompt_ids == plan.prompt:
+            size -= placement.parent.size  # ids of the parent are only copied
         turns = make() if size < WORTH_A_THREAD_BYTES else await recorder.encoders.run(make)
         if not turns:
             return
