@@ -122,6 +122,11 @@ class CanonicalMessage(NamedTuple):
     """17 bytes for each tool call: b"j" and the digest of its JSON object, 1.0 in it as 1, or b"t" and the
     digest of anything else."""
 
+    @property
+    def cut_off(self) -> bool:
+        """Whether the arguments of a tool call are no JSON object."""
+        return b"t" in [argument[:1] for argument in self.arguments]
+
     def repairs(self, recorded: tuple[bytes, ...]) -> bool | None:
         """Whether this message has objects where the recorded arguments of tool calls were none.
 
@@ -217,7 +222,7 @@ def extend(previous: bytes, message: bytes) -> bytes:
         previous: the digest of the conversation before the message, from `start` or `extend`.
         message: the `strict` or `loose` digest of the next message.
     """
-    return _digest(b"link", previous + message)
+    return hashlib.blake2b(previous + message, digest_size=_DIGEST_SIZE, person=b"link").digest()
 
 
 def chain(

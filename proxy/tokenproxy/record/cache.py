@@ -338,7 +338,7 @@ class TurnCache:
             before, chain = self._turns.get(parent or ""), turn.chain
             if before is not None and before.size == len(before.chain.data):
                 chain = before.chain
-            images = sum(len(image.data) for image in turn.images)
+            images = sum([len(image.data) for image in turn.images])
             size = turn.size + images + _TURN_BYTES * (len(chain.turns) + 1)
             if size * _MAX_SHARE > self._max_bytes:
                 return

@@ -218,7 +218,7 @@ class Conversation:
 
     def json(self, first: int) -> bytes:
         """The messages from `first` on as a JSON array, as they were spelled."""
-        return b"[" + b",".join(bytes(raw) for raw in self.raws[first:]) + b"]"
+        return b"[" + b",".join(self.raws[first:]) + b"]"
 
     def reasonings(self, first: int = 0, end: int | None = None) -> list[bytes]:
         """Digests of the reasoning of the assistant messages from `first` to before `end`, or to the last."""
@@ -245,14 +245,11 @@ class Scope(msgspec.Struct, frozen=True):
     def hasher(self, kind: str, digest: bytes = b"") -> Any:
         """blake2b over the scope and a digest, which may be updated with more; see `key`."""
         tenant, session = self.tenant.encode(), (self.session or "").encode()
+        lengths = (len(tenant).to_bytes(8, "little"), len(session).to_bytes(8, "little"))
         # a key that only explains a miss leaves out model and rendering
-        parts = b"" if kind == CONTENT else b"".join(self.parts)
-        data = b"%b%b%b%b%b%b" % (_length(tenant), tenant, _length(session), session, parts, digest)
+        parts = () if kind == CONTENT else self.parts
+        data = b"".join((lengths[0], tenant, lengths[1], session, *parts, digest))
         return hashlib.blake2b(data, digest_size=16, person=kind.encode())
-
-
-def _length(text: bytes) -> bytes:
-    return len(text).to_bytes(8, "little")
 
 
 def scope_parts(
@@ -306,7 +303,7 @@ def text_entries(scope: Scope, answer: ParsedMessage, ids: bytes) -> list[IndexE
         answer: the assistant's message, see `Conversation.answered`.
         ids: its `ids_digest`.
     """
-    cut_off = any(argument[:1] == b"t" for argument in answer.message.arguments)
+    cut_off = answer.message.cut_off
     loosely = scope.key(BARE, answer.bare) if cut_off else scope.key(LOOSE, answer.loose)
     exactly = scope.key(EXACT, answer.strict)
     return [IndexEntry(exactly, ids), IndexEntry(loosely, ids), IndexEntry(content_key(scope, answer))]

@@ -34,7 +34,7 @@ from tokenproxy.record.cache import CachedTurn
 from tokenproxy.record.claims import Claims
 from tokenproxy.record.encoders import WORTH_A_THREAD_BYTES
 from tokenproxy.record.identity import Conversation, Scope, scope_parts
-from tokenproxy.record.images import NotLoadable, refs_in
+from tokenproxy.record.images import ImageModel, NotLoadable, refs_in
 from tokenproxy.record.match import Match, Matcher
 from tokenproxy.record.plan import Placement, PromptPlan, ServedModel, place, place_nowhere
 from tokenproxy.record.store import StoreError
@@ -105,7 +105,9 @@ class Planner:
                 return extended
             refusal = extended
         plan = PromptPlan(source=Source.RENDERED, placement=placement, reason=refusal or match.reason)
-        return await self._with_images(plan, conversation, model)
+        if conversation.media and model.images is not None and placement.conversation is not None:
+            return await self._with_images(plan, conversation, model.images)
+        return plan
 
     async def identify(
         self, request: ChatRequest, messages: bytes, model: ServedModel
@@ -140,21 +142,19 @@ class Planner:
         return made
 
     async def _with_images(
-        self, plan: PromptPlan, conversation: Conversation, model: ServedModel
+        self, plan: PromptPlan, conversation: Conversation, model: ImageModel
     ) -> PromptPlan:
         """Find out the ids of the images of a rendering: they tell where these are in the prompt.
 
         Raises:
             BadRequest: an image is invalid.
         """
-        if not conversation.media or model.images is None or plan.placement.conversation is None:
-            return plan
         try:
             refs = refs_in(conversation.parse(), "messages")
-            images = await self.appender.images.load(refs, model.images, "messages")
+            images = await self.appender.images.load(refs, model, "messages")
         except NotLoadable:
             return replace(plan, reason=Reason.MEDIA)
-        return replace(plan, rendered_images=images, placeholder=model.images.placeholder)
+        return replace(plan, rendered_images=images, placeholder=model.placeholder)
 
     async def _extend(
         self,

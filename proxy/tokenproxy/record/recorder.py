@@ -176,7 +176,7 @@ class Recording:
         evicted = await recorder.store.add(
             placement.session, [new.turn for new in turns], [new.entries for new in turns]
         )
-        metrics, sampled = recorder.metrics, sum(new.turn.completion_tokens for new in turns)
+        metrics, sampled = recorder.metrics, sum([new.turn.completion_tokens for new in turns])
         metrics.sampled_ids.inc(sampled)
         if holder is None:
             self._holders[position] = turns[0].turn
@@ -252,7 +252,6 @@ def _new_turn(
     first = placement.first_new if parent else 0
     shares = holder is not None and holder.parent == (parent.id if parent else None)
     own = answer.message if answer else None
-    arguments = own.arguments if own else ()
     turn = Turn(
         id=turn_id(placement.turn_id, choice.index),
         rollout=placement.session.id,
@@ -290,7 +289,7 @@ def _new_turn(
         spelling_before=conversation.strict_before(len(conversation.messages)),
         spelling=own.strict if own and placement.findable else b"",
         reasonings=(*conversation.reasonings(first), own.reasoning if own else b""),
-        calls=arguments if any(each[:1] == b"t" for each in arguments) else (),
+        calls=own.arguments if own and own.cut_off else (),
         ids_digest=hasher.digest(),
     )
     # a turn without exact ids is found too, to report that, and never equals another turn
@@ -350,7 +349,7 @@ def _prompt_fields(
     assert conversation is not None  # the caller looked
     before, scope = (parent.count, parent.scope) if parent else (0, ())
     messages = conversation.json(placement.first_new if parent else 0)
-    new = tuple(image for image in images if image.offset >= before)
+    new = tuple([image for image in images if image.offset >= before])
     return {
         "tools": None if parent and scope[:1] == parts[:1] else rendering.tools,
         "template_kwargs": None if parent and scope[1:2] == parts[1:2] else rendering.template_kwargs,
