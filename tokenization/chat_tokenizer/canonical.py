@@ -38,7 +38,9 @@ reasoning as well, so check a match on `loose` alone with `CanonicalMessage.is_c
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from chat_tokenizer.errors import InvalidMessages
 from chat_tokenizer.lossless_json import pack, parse
@@ -105,7 +107,7 @@ def _object(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-class CanonicalMessage(NamedTuple):
+class CanonicalMessage(msgspec.Struct, frozen=True, gc=False):
     """The digests of one message. Two messages are equal exactly if their `strict` digests are."""
 
     strict: bytes

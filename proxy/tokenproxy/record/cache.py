@@ -48,14 +48,16 @@ _split = msgspec.json.Decoder(list[msgspec.Raw]).decode
 class _History:
     """The messages of one conversation. It only ever grows at its end."""
 
-    __slots__ = ("data", "found_by", "messages", "size")
+    __slots__ = ("checksums", "data", "ends", "messages", "size")
 
     def __init__(self) -> None:
         self.data = b""
         """The digest of its tools' defaults, and the messages as they were sent, with commas in between."""
         self.messages: list[ParsedMessage] = []
-        self.found_by: list[int] = []
-        """The checksums by which the cache finds it."""
+        self.checksums: tuple[int, ...] = ()
+        """Of the conversation up to each message."""
+        self.ends: tuple[int, ...] = ()
+        """The bytes of `data` up to there."""
         self.size = 0
         """Bytes that it takes in the cache."""
 
@@ -70,15 +72,15 @@ class Recalled(NamedTuple):
     checksums: list[int]
     """Of the conversation up to each message."""
     messages: list[ParsedMessage]
-    """The known ones. `TurnCache.parse` adds the others."""
-    end: int
-    """Bytes of `data` up to there."""
+    """The known ones."""
+    ends: tuple[int, ...]
+    """The bytes of `data` up to each of them."""
     history: _History | None = None
 
     @property
     def new_bytes(self) -> int:
         """Bytes of the messages that are to be parsed."""
-        return len(self.data) - self.end
+        return len(self.data) - (self.ends[-1] if self.ends else 0)
 
 
 class IdChain:
@@ -95,7 +97,7 @@ class IdChain:
         """Bytes that it takes in the cache."""
 
 
-class CachedTurn(msgspec.Struct, frozen=True, eq=False):
+class CachedTurn(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A recorded turn with its exact ids, and the digests by which requests match it."""
 
     id: str
@@ -247,9 +249,8 @@ class TurnCache:
         self._max_bytes = max_bytes
         self._entries: OrderedDict[_History | IdChain, None] = OrderedDict()
         """The least recently used first."""
-        self._histories: dict[int, tuple[_History, int, int]] = {}
-        """By the checksum of a conversation up to a message: a history that may begin with it, its number of
-        messages up to there, and its bytes."""
+        self._histories: dict[int, _History] = {}
+        """By the checksum of a conversation up to a message: a history that may begin with it."""
         self._turns: dict[str, CachedTurn] = {}
         self._lock = threading.Lock()
 
@@ -269,12 +270,15 @@ class TurnCache:
             checksum = zlib.crc32(raw, checksum)
             checksums.append(checksum)
         with self._lock:
-            found = next(filter(None, map(self._histories.get, reversed(checksums))), None)
-            if found is not None and data.startswith(found[0].data[: found[2]]):
-                history, count, end = found
-                self._entries.move_to_end(history)
-                return Recalled(raws, defaults, data, checksums, history.messages[:count], end, history)
-        return Recalled(raws, defaults, data, checksums, [], len(digest))
+            found = next(filter(self._histories.__contains__, reversed(checksums)), None)
+            if found is not None:
+                history = self._histories[found]
+                count = history.checksums.index(found) + 1
+                ends = history.ends[:count]
+                if data.startswith(history.data[: ends[-1]]):
+                    self._entries.move_to_end(history)
+                    return Recalled(raws, defaults, data, checksums, history.messages[:count], ends, history)
+        return Recalled(raws, defaults, data, checksums, [], ())
 
     def parse(self, recalled: Recalled) -> Conversation:
         """Parse the messages that are not cached.
@@ -283,37 +287,30 @@ class TurnCache:
             msgspec.DecodeError, UnicodeDecodeError: one of them is not a JSON object.
             InvalidMessages: one of them is not a chat message.
         """
-        raws, defaults, data, checksums, parsed, end, history = recalled
-        found_by: dict[int, tuple[int, int]] = {}
-        for index in range(len(parsed), len(raws)):
-            message, before = bytes(raws[index]), parsed[-1] if parsed else None
-            parsed.append(parse_message(message, index, before, defaults))
+        raws, parsed, ends = recalled.raws, [*recalled.messages], [*recalled.ends]
+        end = ends[-1] if ends else len(recalled.defaults.digest)
+        for raw in raws[len(parsed) :]:
+            message, before = bytes(raw), parsed[-1] if parsed else None
+            parsed.append(parse_message(message, len(parsed), before, recalled.defaults))
             end += 1 + len(message)
-            found_by[checksums[index]] = (len(parsed), end)
-        if found_by:
-            self._keep(history, data, parsed, found_by)
-        return Conversation(raws, parsed, defaults)
+            ends.append(end)
+        if len(parsed) > len(recalled.messages):
+            self._keep(recalled, parsed, ends)
+        return Conversation(raws, parsed, recalled.defaults)
 
-    def _keep(
-        self,
-        history: _History | None,
-        data: bytes,
-        messages: list[ParsedMessage],
-        found_by: dict[int, tuple[int, int]],
-    ) -> None:
+    def _keep(self, recalled: Recalled, messages: list[ParsedMessage], ends: list[int]) -> None:
         """Keep a conversation: as the end of the history that it continues, else, as a fork, in its own."""
+        size, known = len(recalled.data) + _MESSAGE_BYTES * len(messages), len(recalled.messages)
+        if size * _MAX_SHARE > self._max_bytes:
+            return
         with self._lock:
-            known = len(messages) - len(found_by)
+            history = recalled.history
             if history is None or len(history.messages) != known or history not in self._entries:
                 history = _History()
-            size = len(data) + _MESSAGE_BYTES * (len(history.found_by) + len(found_by))
-            if size * _MAX_SHARE > self._max_bytes:
-                return
             self.size += size - history.size
-            history.data, history.messages, history.size = data, messages, size
-            history.found_by += found_by
-            for checksum, (count, end) in found_by.items():
-                self._histories[checksum] = (history, count, end)
+            history.data, history.messages, history.size = recalled.data, messages, size
+            history.checksums, history.ends = tuple(recalled.checksums), tuple(ends)
+            self._histories |= dict.fromkeys(recalled.checksums[known:], history)
             self._entries[history] = None
             self._shrink()
 
@@ -367,8 +364,8 @@ class TurnCache:
         del self._entries[entry]
         self.size -= entry.size
         if isinstance(entry, _History):
-            for checksum in entry.found_by:
-                if self._histories.get(checksum, (None,))[0] is entry:
+            for checksum in entry.checksums:
+                if self._histories.get(checksum) is entry:
                     del self._histories[checksum]
             return
         for turn in entry.turns:

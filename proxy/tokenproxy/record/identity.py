@@ -17,7 +17,7 @@ import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import msgspec
 
@@ -64,7 +64,7 @@ MOST_VALUES = 400_000
 """The most values of a message besides its text: reading them keeps the interpreter's lock for 50 ms."""
 
 
-class ParsedMessage(NamedTuple):
+class ParsedMessage(msgspec.Struct, frozen=True, gc=False):
     """The digests (16 bytes) and flags of a message, without its text."""
 
     message: CanonicalMessage
