@@ -62,7 +62,8 @@ def rendered_plan(
     scope = scope or scope_of()
     name = rollout or (session_id(scope.tenant, scope.session) if scope.session else new_id())
     session = Session(id=name, tenant=scope.tenant, explicit=scope.session is not None, created=1.0, used=1.0)
-    conversation = TurnCache(2**20).parse(json.dumps(messages).encode())
+    cache = TurnCache(2**20)
+    conversation = cache.parse(cache.recall(json.dumps(messages).encode()))
     placement = Placement(
         request=chat_request(messages, **request),
         session=session,
@@ -112,7 +113,7 @@ class Record:
         session = session_ref(rollout, explicit=False) if rollout else None
         request = chat_request(messages, session=session, echoed=echoed or {})
         async with self.matcher() as matcher:
-            conversation = matcher.cache.parse(request.messages)
+            conversation = matcher.cache.parse(matcher.cache.recall(request.messages))
             claims = claims or Claims(self.pins)
             return await matcher.match(request, conversation, scope or scope_of(), claims)
 

@@ -40,6 +40,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from chat_tokenizer.errors import InvalidMessages
 from chat_tokenizer.lossless_json import pack, parse
 from chat_tokenizer.messages import TEXT_PARTS, Message
@@ -67,8 +69,10 @@ class ArgumentDefaults:
     @property
     def digest(self) -> bytes:
         """16 bytes; empty if there are no defaults."""
+        if not self.packed:
+            return b""
         spelled = {name: {key: value.hex() for key, value in of.items()} for name, of in self.packed.items()}
-        return _digest(b"defaults", pack(spelled)) if spelled else b""
+        return _digest(b"defaults", pack(spelled))
 
     def drop(self, function: object, arguments: object) -> object:
         """The arguments of a call without those that equal a default; `arguments` itself if none does."""
@@ -103,8 +107,7 @@ def _object(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-@dataclass(frozen=True, slots=True)
-class CanonicalMessage:
+class CanonicalMessage(msgspec.Struct, frozen=True, gc=False):
     """The digests of one message. Two messages are equal exactly if their `strict` digests are."""
 
     strict: bytes
@@ -120,6 +123,11 @@ class CanonicalMessage:
     arguments: tuple[bytes, ...] = ()
     """17 bytes for each tool call: b"j" and the digest of its JSON object, 1.0 in it as 1, or b"t" and the
     digest of anything else."""
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether the arguments of a tool call are no JSON object."""
+        return b"t" in [argument[:1] for argument in self.arguments]
 
     def repairs(self, recorded: tuple[bytes, ...]) -> bool | None:
         """Whether this message has objects where the recorded arguments of tool calls were none.
@@ -216,7 +224,7 @@ def extend(previous: bytes, message: bytes) -> bytes:
         previous: the digest of the conversation before the message, from `start` or `extend`.
         message: the `strict` or `loose` digest of the next message.
     """
-    return _digest(b"link", previous + message)
+    return hashlib.blake2b(previous + message, digest_size=_DIGEST_SIZE, person=b"link").digest()
 
 
 def chain(
@@ -271,7 +279,7 @@ def _fields(message: Message, index: int) -> dict[str, Any]:
     if message.get("refusal") not in (None, ""):
         fields["refusal"] = message["refusal"]
     calls = message.get("tool_calls")
-    if not isinstance(calls, list | tuple | None):
+    if calls is not None and not isinstance(calls, (list, tuple)):
         raise InvalidMessages(f"tool calls of message {index} must be a list")
     if calls:
         fields["tool_calls"] = [_call(call, index) for call in calls]

@@ -10,6 +10,9 @@ from chat_tokenizer.errors import InvalidMessages
 MAX_DEPTH = 100
 """JSON nested deeper is not parsed: a parser's own limit depends on the depth of the call stack."""
 
+_ARRAYS, _OBJECTS = (list, tuple), (dict, Mapping)
+"""Their types. `dict` comes first, because the check against an abstract class is slow."""
+
 # the closing quote is optional, so that a text full of unclosed strings is matched in linear time
 _STRINGS_AND_BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[][{}]', re.DOTALL)
 
@@ -79,14 +82,14 @@ def pack(
         if isinstance(item, str):
             raw = item.encode("utf-8", "surrogatepass")
             out += b"s%d:" % len(raw), raw
-        elif isinstance(item, list | tuple):
+        elif isinstance(item, _ARRAYS):
             out.append(b"a%d:" % len(item))
             stack += reversed(item)
-        # `dict` comes first because the check against an abstract class is slow
-        elif isinstance(item, dict | Mapping):
+        elif isinstance(item, _OBJECTS):
             keys = list(item) if keep_nulls else [key for key in item if item[key] is not None]
-            if not all(isinstance(key, str) for key in keys):
-                raise InvalidMessages("the names in an object must be strings")
+            for key in keys:
+                if not isinstance(key, str):
+                    raise InvalidMessages("the names in an object must be strings")
             if sort_keys:
                 keys.sort()
             out.append(b"o%d:" % len(keys))

@@ -1,14 +1,16 @@
 """LRU cache of parsed messages and of turns with their exact ids, limited in bytes; an optimisation only.
 
-A message is found by a running hash of the conversation up to it: a request whose history was seen before
-parses only its new messages, however many other conversations are interleaved, and so does a fork.
+A request whose history was seen before parses only its new messages, however many other conversations are
+interleaved, and so does a fork. A running checksum of the conversation up to each message finds the history,
+and its bytes are compared: a checksum may be equal by chance, or because somebody wants it to be.
 """
 
 import hashlib
 import threading
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -34,13 +36,51 @@ UNUSABLE = frozenset(
 """Problems of a turn because of which its ids cannot be extended."""
 
 _MESSAGE_BYTES = 1_000
-"""Bytes of one parsed message: its digests, the hash by which it is found, and the objects that hold them."""
+"""Bytes of one parsed message besides its text: its digests, its checksum, and the objects that hold them."""
 _TURN_BYTES = 600
 """Bytes of a turn besides its ids."""
 _MAX_SHARE = 2
 """A chain may take at most this fraction (1/N) of the cache; larger ones are not kept."""
 
 _split = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+class _History:
+    """The messages of one conversation. It only ever grows at its end."""
+
+    __slots__ = ("checksums", "data", "ends", "messages", "size")
+
+    def __init__(self) -> None:
+        self.data = b""
+        """The digest of its tools' defaults, and the messages as they were sent, with commas in between."""
+        self.messages: list[ParsedMessage] = []
+        self.checksums: tuple[int, ...] = ()
+        """Of the conversation up to each message."""
+        self.ends: tuple[int, ...] = ()
+        """The bytes of `data` up to there."""
+        self.size = 0
+        """Bytes that it takes in the cache."""
+
+
+class Recalled(NamedTuple):
+    """A conversation of which the beginning may be known."""
+
+    raws: list[msgspec.Raw]
+    defaults: ArgumentDefaults
+    data: bytes
+    """As that of a history."""
+    checksums: list[int]
+    """Of the conversation up to each message."""
+    messages: list[ParsedMessage]
+    """The known ones."""
+    ends: tuple[int, ...]
+    """The bytes of `data` up to each of them."""
+    history: _History | None = None
+
+    @property
+    def new_bytes(self) -> int:
+        """Bytes of the messages that are to be parsed."""
+        return len(self.data) - (self.ends[-1] if self.ends else 0)
 
 
 class IdChain:
@@ -57,7 +97,7 @@ class IdChain:
         """Bytes that it takes in the cache."""
 
 
-class CachedTurn(msgspec.Struct, frozen=True, eq=False):
+class CachedTurn(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A recorded turn with its exact ids, and the digests by which requests match it."""
 
     id: str
@@ -207,42 +247,72 @@ class TurnCache:
         self.size = 0
         """Bytes in use, as estimated."""
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[bytes | IdChain, ParsedMessage | None] = OrderedDict()
-        """Messages by the hash of their conversation, and chains; the least recently used first."""
+        self._entries: OrderedDict[_History | IdChain, None] = OrderedDict()
+        """The least recently used first."""
+        self._histories: dict[int, _History] = {}
+        """By the checksum of a conversation up to a message: a history that may begin with it."""
         self._turns: dict[str, CachedTurn] = {}
         self._lock = threading.Lock()
 
-    def parse(self, messages: bytes, defaults: ArgumentDefaults = NO_DEFAULTS) -> Conversation:
-        """The conversation in a JSON array of messages. Parses only the messages that are not cached.
+    def recall(self, messages: bytes, defaults: ArgumentDefaults = NO_DEFAULTS) -> Recalled:
+        """Split a JSON array of messages, and find the history with which it begins.
 
         Args:
             defaults: those of the conversation's tools.
 
         Raises:
-            msgspec.DecodeError, UnicodeDecodeError: the bytes are not a JSON array of objects.
-            InvalidMessages: one of them is not a chat message.
+            msgspec.DecodeError, UnicodeDecodeError: the bytes are not a JSON array.
         """
         raws = _split(messages) if messages else []
-        hashes = _running_hashes(raws, defaults.digest)
-        entries, parsed, new = self._entries, list[ParsedMessage](), dict[bytes, ParsedMessage]()
+        digest, checksums = defaults.digest, list[int]()
+        data, checksum = b",".join((digest, *raws)), zlib.crc32(digest)
+        for raw in raws:
+            checksum = zlib.crc32(raw, checksum)
+            checksums.append(checksum)
         with self._lock:
-            known = [entries.get(key) for key in hashes]
-            for key, message in zip(hashes, known, strict=True):
-                if message is not None:
-                    entries.move_to_end(key)
-        for index, message in enumerate(known):
-            if message is None:
-                before = parsed[-1] if parsed else None
-                message = new[hashes[index]] = parse_message(bytes(raws[index]), index, before, defaults)
-            parsed.append(message)
+            found = next(filter(self._histories.__contains__, reversed(checksums)), None)
+            if found is not None:
+                history = self._histories[found]
+                count = history.checksums.index(found) + 1
+                ends = history.ends[:count]
+                if data.startswith(history.data[: ends[-1]]):
+                    self._entries.move_to_end(history)
+                    return Recalled(raws, defaults, data, checksums, history.messages[:count], ends, history)
+        return Recalled(raws, defaults, data, checksums, [], ())
+
+    def parse(self, recalled: Recalled) -> Conversation:
+        """Parse the messages that are not cached.
+
+        Raises:
+            msgspec.DecodeError, UnicodeDecodeError: one of them is not a JSON object.
+            InvalidMessages: one of them is not a chat message.
+        """
+        raws, parsed, ends = recalled.raws, [*recalled.messages], [*recalled.ends]
+        end = ends[-1] if ends else len(recalled.defaults.digest)
+        for raw in raws[len(parsed) :]:
+            message, before = bytes(raw), parsed[-1] if parsed else None
+            parsed.append(parse_message(message, len(parsed), before, recalled.defaults))
+            end += 1 + len(message)
+            ends.append(end)
+        if len(parsed) > len(recalled.messages):
+            self._keep(recalled, parsed, ends)
+        return Conversation(raws, parsed, recalled.defaults)
+
+    def _keep(self, recalled: Recalled, messages: list[ParsedMessage], ends: list[int]) -> None:
+        """Keep a conversation: as the end of the history that it continues, else, as a fork, in its own."""
+        size, known = len(recalled.data) + _MESSAGE_BYTES * len(messages), len(recalled.messages)
+        if size * _MAX_SHARE > self._max_bytes:
+            return
         with self._lock:
-            for key, message in new.items():
-                self.size += (
-                    _MESSAGE_BYTES if key not in entries else 0
-                )  # another request parsed it meanwhile
-                entries[key] = message
+            history = recalled.history
+            if history is None or len(history.messages) != known or history not in self._entries:
+                history = _History()
+            self.size += size - history.size
+            history.data, history.messages, history.size = recalled.data, messages, size
+            history.checksums, history.ends = tuple(recalled.checksums), tuple(ends)
+            self._histories |= dict.fromkeys(recalled.checksums[known:], history)
+            self._entries[history] = None
             self._shrink()
-        return Conversation(raws, parsed, defaults)
 
     def turn(self, turn_id: str) -> CachedTurn | None:
         """A recorded turn with its ids, if it is cached."""
@@ -265,7 +335,7 @@ class TurnCache:
             before, chain = self._turns.get(parent or ""), turn.chain
             if before is not None and before.size == len(before.chain.data):
                 chain = before.chain
-            images = sum(len(image.data) for image in turn.images)
+            images = sum([len(image.data) for image in turn.images])
             size = turn.size + images + _TURN_BYTES * (len(chain.turns) + 1)
             if size * _MAX_SHARE > self._max_bytes:
                 return
@@ -290,24 +360,14 @@ class TurnCache:
         while self.size > self._max_bytes:
             self._evict(next(iter(self._entries)))
 
-    def _evict(self, entry: bytes | IdChain) -> None:
+    def _evict(self, entry: _History | IdChain) -> None:
         del self._entries[entry]
-        if not isinstance(entry, IdChain):
-            self.size -= _MESSAGE_BYTES
-            return
         self.size -= entry.size
+        if isinstance(entry, _History):
+            for checksum in entry.checksums:
+                if self._histories.get(checksum) is entry:
+                    del self._histories[checksum]
+            return
         for turn in entry.turns:
             del self._turns[turn]
         entry.turns, entry.size = [], 0
-
-
-def _running_hashes(raws: list[msgspec.Raw], start: bytes) -> list[bytes]:
-    """The hash of a conversation up to each message: equal for equal bytes of all messages so far."""
-    running = hashlib.blake2b(start, digest_size=16, person=b"boundary")
-    hashes = []
-    for raw in raws:
-        view = memoryview(raw)
-        running.update(view.nbytes.to_bytes(8, "little"))
-        running.update(view)
-        hashes.append(running.copy().digest())
-    return hashes

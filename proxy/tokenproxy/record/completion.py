@@ -84,7 +84,7 @@ class Completion:
     @property
     def sampled(self) -> int:
         """Number of sampled ids in all choices."""
-        return sum(len(choice.ids or ()) for choice in self.choices)
+        return sum([len(choice.ids or ()) for choice in self.choices])
 
     def by_prompt(self, batch: Batch) -> "dict[int, Completion]":
         """The completion of each prompt that has choices here, by the position of the prompt.

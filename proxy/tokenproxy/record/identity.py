@@ -17,7 +17,7 @@ import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import msgspec
 
@@ -64,7 +64,7 @@ MOST_VALUES = 400_000
 """The most values of a message besides its text: reading them keeps the interpreter's lock for 50 ms."""
 
 
-class ParsedMessage(NamedTuple):
+class ParsedMessage(msgspec.Struct, frozen=True, gc=False):
     """The digests (16 bytes) and flags of a message, without its text."""
 
     message: CanonicalMessage
@@ -107,12 +107,13 @@ def digest_message(
     """As `parse_message`, of a message that is an object. Raises InvalidMessages."""
     own = canonical(message, index, defaults)
     loose, strict = (before.loose, before.strict) if before else (NOTHING, NOTHING)
+    exactly = extend(strict, own.strict)
     return ParsedMessage(
         own,
         message["role"] == "assistant",
         media_kind(message.get("content")) is not None,
-        extend(loose, own.loose),
-        extend(strict, own.strict),
+        exactly if (loose, own.loose) == (strict, own.strict) else extend(loose, own.loose),
+        exactly,
         extend(loose, own.without_arguments) if own.arguments else b"",
         extend(b"" if before is None or _is_distinctive(message) else before.message.loose, own.loose),
     )
@@ -133,7 +134,9 @@ def _is_distinctive(message: dict[str, Any]) -> bool:
     if message.get("tool_calls"):
         return True
     content = message.get("content")
-    parts = content if isinstance(content, list) else [content]
+    if isinstance(content, str):
+        return len(content.strip()) >= _DISTINCTIVE_BYTES
+    parts = content if isinstance(content, list) else []
     texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
     return sum(len(text.strip()) for text in texts if isinstance(text, str)) >= _DISTINCTIVE_BYTES
 
@@ -215,7 +218,7 @@ class Conversation:
 
     def json(self, first: int) -> bytes:
         """The messages from `first` on as a JSON array, as they were spelled."""
-        return b"[" + b",".join(bytes(raw) for raw in self.raws[first:]) + b"]"
+        return b"[" + b",".join(self.raws[first:]) + b"]"
 
     def reasonings(self, first: int = 0, end: int | None = None) -> list[bytes]:
         """Digests of the reasoning of the assistant messages from `first` to before `end`, or to the last."""
@@ -234,20 +237,17 @@ class Scope(msgspec.Struct, frozen=True):
     parts: tuple[bytes, ...]
     """See `scope_parts`."""
 
-    def key(self, kind: str, digest: bytes, *, explains: bool = False) -> bytes:
-        """A key of the store's index: 16 bytes.
+    def key(self, kind: str, digest: bytes) -> bytes:
+        """A key of the store's index: 16 bytes. `kind`: what `digest` is a digest of."""
+        key: bytes = self.hasher(kind, digest).digest()
+        return key
 
-        Args:
-            kind: what `digest` is a digest of.
-            explains: leave out model and rendering: such keys only serve to explain a miss.
-        """
-        return bytes(self.hasher(kind, digest, explains=explains).digest())
-
-    def hasher(self, kind: str, digest: bytes = b"", *, explains: bool = False) -> Any:
+    def hasher(self, kind: str, digest: bytes = b"") -> Any:
         """blake2b over the scope and a digest, which may be updated with more; see `key`."""
         tenant, session = self.tenant.encode(), (self.session or "").encode()
         lengths = (len(tenant).to_bytes(8, "little"), len(session).to_bytes(8, "little"))
-        parts = () if explains else self.parts
+        # a key that only explains a miss leaves out model and rendering
+        parts = () if kind == CONTENT else self.parts
         data = b"".join((lengths[0], tenant, lengths[1], session, *parts, digest))
         return hashlib.blake2b(data, digest_size=16, person=kind.encode())
 
@@ -303,7 +303,7 @@ def text_entries(scope: Scope, answer: ParsedMessage, ids: bytes) -> list[IndexE
         answer: the assistant's message, see `Conversation.answered`.
         ids: its `ids_digest`.
     """
-    cut_off = any(argument[:1] == b"t" for argument in answer.message.arguments)
+    cut_off = answer.message.cut_off
     loosely = scope.key(BARE, answer.bare) if cut_off else scope.key(LOOSE, answer.loose)
     exactly = scope.key(EXACT, answer.strict)
     return [IndexEntry(exactly, ids), IndexEntry(loosely, ids), IndexEntry(content_key(scope, answer))]
@@ -317,7 +317,7 @@ def text_keys(scope: Scope, message: ParsedMessage) -> list[bytes]:
 
 def content_key(scope: Scope, message: ParsedMessage) -> bytes:
     """The key that explains a miss; see `CONTENT`."""
-    return scope.key(CONTENT, message.content, explains=True)
+    return scope.key(CONTENT, message.content)
 
 
 def ids_entries(scope: Scope, ids: bytes, ids_digest: bytes) -> list[IndexEntry]:

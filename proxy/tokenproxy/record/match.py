@@ -108,15 +108,17 @@ class Matcher:
         may_continue: Callable[[CachedTurn], bool] = lambda turn: True,
     ) -> Match:
         """The longest recorded conversation that a request continues; pins its rollout."""
-        search = _Search(conversation, scope, _only_rollout(request), request.echoed)
-        try:
-            match = await self._search(search)
-            if match.turn is not None and not may_continue(match.turn):
-                match = Match()
-            match = await self.claim(match, claims)
-        except StoreError as error:
-            error.report(self.metrics, "the prompt of a request is rendered")
-            match = Match(reason=Reason.STORE_UNAVAILABLE)
+        match = Match(reason=Reason.FIRST_TURN)
+        if conversation.holds_assistant:
+            search = _Search(conversation, scope, _only_rollout(request), request.echoed)
+            try:
+                match = await self._search(search)
+                if match.turn is not None and not may_continue(match.turn):
+                    match = Match()
+                match = await self.claim(match, claims)
+            except StoreError as error:
+                error.report(self.metrics, "the prompt of a request is rendered")
+                match = Match(reason=Reason.STORE_UNAVAILABLE)
         rollout = rollout_of(request)
         if rollout is None and match.turn is not None and match.same_rollout:
             rollout = match.turn.rollout
@@ -195,8 +197,6 @@ class Matcher:
     async def _search(self, search: _Search) -> Match:
         """The longest recorded conversation that was asked for, or the reason why there is none."""
         conversation = search.conversation
-        if not conversation.holds_assistant:
-            return Match(reason=Reason.FIRST_TURN)
         ends, sizes = list(conversation.ends), list(_LOOKUPS)
         while ends:
             size = sizes.pop(0) if len(sizes) > 1 else sizes[0]

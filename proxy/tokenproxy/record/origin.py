@@ -71,7 +71,8 @@ def is_probe(headers: Headers) -> bool:
 
     OpenEnv sends three to each engine before its rollouts, to none of which they belong.
     """
-    return any(name == b"user-agent" and _PROBE.fullmatch(value) for name, value in headers)
+    agents = [value for name, value in headers if name == b"user-agent"]
+    return any(map(_PROBE.fullmatch, agents))
 
 
 def origin_of(headers: Headers) -> Origin:

@@ -154,5 +154,6 @@ class PromptPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rollout(self) -> str | None:
         """The rollout of all prompts; None if they belong to several, or are not recorded."""
-        rollouts = {prompt.placement.session.id for prompt in self.prompts}
-        return rollouts.pop() if self.placement.conversation is not None and len(rollouts) == 1 else None
+        rollout = self.placement.session.id if self.placement.conversation is not None else None
+        same = not self.others or all(each.placement.session.id == rollout for each in self.others)
+        return rollout if same else None

@@ -6,8 +6,7 @@ A failure here never affects the client's response: it is logged and counted, an
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -136,46 +135,48 @@ class Recording:
 
     async def _add(self, completion: Completion) -> None:
         async with self._lock:
-            with self._survived("the turns of a request"), span("record", {}):
-                if self._before_recording is not None:
-                    await self._before_recording(completion)
-                batch = self.plan.batch
-                parts = {0: completion} if batch is None else completion.by_prompt(batch)
+            with span("record", {}):
+                try:
+                    if self._before_recording is not None:
+                        await self._before_recording(completion)
+                    batch = self.plan.batch
+                    parts = {0: completion} if batch is None else completion.by_prompt(batch)
+                except Exception as error:  # noqa: BLE001 - see `_report`
+                    return self._report("the turns of a request", error)
                 for position, part in parts.items():
-                    rollout = self.plan.prompts[position].placement.session.id
-                    with self._survived(f"a turn of {rollout}"):
-                        await self._record(position, part)
+                    plan = self.plan.prompts[position]
+                    try:
+                        await self._record(position, plan, part)
+                    except Exception as error:  # noqa: BLE001 - see `_report`
+                        self._report(f"a turn of {plan.placement.session.id}", error)
                     if self.plan.others:
                         await asyncio.sleep(0)  # as in planning: a store in memory never waits
 
-    @contextmanager
-    def _survived(self, what: str) -> Iterator[None]:
+    def _report(self, what: str, error: Exception) -> None:
         """The boundary: a failure to record must not fail the response."""
-        try:
-            yield
-        except StoreError as error:
-            self._recorder.metrics.store_errors.inc()
+        self._recorder.metrics.store_errors.inc()
+        if isinstance(error, StoreError):
             log.error("%s was not recorded: %s", what, error)
-        except Exception:
-            self._recorder.metrics.store_errors.inc()
-            log.exception("%s could not be recorded", what)
+        else:
+            log.error("%s could not be recorded", what, exc_info=error)
 
-    async def _record(self, position: int, completion: Completion) -> None:
-        """Record the choices of one prompt, given its position."""
-        recorder, plan, holder = self._recorder, self.plan.prompts[position], self._holders.get(position)
-        placement = plan.placement
+    async def _record(self, position: int, plan: PromptPlan, completion: Completion) -> None:
+        """Record the choices of one prompt, given its position and plan."""
+        recorder, placement, holder = self._recorder, plan.placement, self._holders.get(position)
         if placement.session.id in self.dropped:
             log.info("a turn of %s is not recorded: its session was deleted", placement.session.id)
             return
         make = partial(new_turns, plan, completion, holder, self.replica)
         size = len(completion.prompt_ids or b"") + 8 * completion.sampled
+        if placement.parent is not None and completion.prompt_ids == plan.prompt:
+            size -= placement.parent.size  # ids of the parent are only copied
         turns = make() if size < WORTH_A_THREAD_BYTES else await recorder.encoders.run(make)
         if not turns:
             return
         evicted = await recorder.store.add(
             placement.session, [new.turn for new in turns], [new.entries for new in turns]
         )
-        metrics, sampled = recorder.metrics, sum(new.turn.completion_tokens for new in turns)
+        metrics, sampled = recorder.metrics, sum([new.turn.completion_tokens for new in turns])
         metrics.sampled_ids.inc(sampled)
         if holder is None:
             self._holders[position] = turns[0].turn
@@ -251,7 +252,6 @@ def _new_turn(
     first = placement.first_new if parent else 0
     shares = holder is not None and holder.parent == (parent.id if parent else None)
     own = answer.message if answer else None
-    arguments = own.arguments if own else ()
     turn = Turn(
         id=turn_id(placement.turn_id, choice.index),
         rollout=placement.session.id,
@@ -289,7 +289,7 @@ def _new_turn(
         spelling_before=conversation.strict_before(len(conversation.messages)),
         spelling=own.strict if own and placement.findable else b"",
         reasonings=(*conversation.reasonings(first), own.reasoning if own else b""),
-        calls=arguments if any(each[:1] == b"t" for each in arguments) else (),
+        calls=own.arguments if own and own.cut_off else (),
         ids_digest=hasher.digest(),
     )
     # a turn without exact ids is found too, to report that, and never equals another turn
@@ -313,7 +313,7 @@ def _text_entries(
     conversation = placement.conversation
     assert conversation is not None  # the caller looked
     entries = text_entries(placement.scope, answer, found_ids)
-    before = sum(message.assistant for message in conversation.messages)
+    before = len(conversation.ends) + conversation.ends_with_assistant
     for form in other_forms(choice.message, choice.stop_reason, before):
         entries.append(text_entries(placement.scope, conversation.answered(form), found_ids)[1])
     return entries
@@ -349,7 +349,7 @@ def _prompt_fields(
     assert conversation is not None  # the caller looked
     before, scope = (parent.count, parent.scope) if parent else (0, ())
     messages = conversation.json(placement.first_new if parent else 0)
-    new = tuple(image for image in images if image.offset >= before)
+    new = tuple([image for image in images if image.offset >= before])
     return {
         "tools": None if parent and scope[:1] == parts[:1] else rendering.tools,
         "template_kwargs": None if parent and scope[1:2] == parts[1:2] else rendering.template_kwargs,

@@ -44,7 +44,7 @@ def other_forms(
             for call in calls:
                 called = call["function"]
                 printed.append(_printed(call["id"], called["name"], json.loads(called["arguments"])))
-    elif code := [each.strip() for each in _CODE.findall(content)]:
+    elif "<code>" in content and (code := [each.strip() for each in _CODE.findall(content)]):
         printed = [_printed(f"call_{turns_before + 1}", "python_interpreter", "\n\n".join(code))]
     if printed and len(printed) == len(calls or printed):
         yield {"role": "assistant", "content": f"{content.strip()}\n{_MARK}{printed}"}

@@ -2,14 +2,13 @@
 
     with store_time(1.0):       # once for each request
         ...
-            with spending() as seconds:     # around each call: at most so long
-                ...
+            limit = running_store_time()    # at each call, which may take `limit.left` seconds
+            limit.left -= ...               # and subtracts those that it took
 
 Code outside of such a block is background work, with a limit for each call.
 """
 
 import asyncio
-import time
 from collections.abc import Awaitable, Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -26,7 +25,7 @@ _GRACE_S = 0.01
 """Seconds, longer than one round of the event loop: see `within`."""
 
 
-class _StoreTime:
+class StoreTime:
     """The remaining time of a request."""
 
     __slots__ = ("left",)
@@ -35,13 +34,13 @@ class _StoreTime:
         self.left = seconds
 
 
-_of_request: ContextVar[_StoreTime | None] = ContextVar("store_time", default=None)
+_of_request: ContextVar[StoreTime | None] = ContextVar("store_time", default=None)
 
 
 @contextmanager
 def store_time(seconds: float) -> Iterator[None]:
     """Limit the time that the block waits for the store; tasks that it creates share the limit."""
-    token = _of_request.set(_StoreTime(seconds))
+    token = _of_request.set(StoreTime(seconds))
     try:
         yield
     finally:
@@ -55,18 +54,9 @@ def add_store_time(seconds: float) -> None:
         store_time.left += seconds
 
 
-@contextmanager
-def spending() -> Iterator[float]:
-    """Yield the seconds that a call may take, 0 if none are left; subtract the time that the block takes."""
-    store_time = _of_request.get()
-    if store_time is None:
-        yield BACKGROUND_S
-        return
-    start = time.monotonic()
-    try:
-        yield max(store_time.left, 0.0)
-    finally:
-        store_time.left -= time.monotonic() - start
+def running_store_time() -> StoreTime:
+    """The remaining time of the request of the current block; that of one call in background work."""
+    return _of_request.get() or StoreTime(BACKGROUND_S)
 
 
 async def within(seconds: float, work: Awaitable[T]) -> T:

@@ -63,7 +63,7 @@ class Backlog:
 
     def holds(self, rollout: str) -> bool:
         """Whether turns of a rollout wait."""
-        return any(record.session.id == rollout for record in self.records.values())
+        return rollout in [record.session.id for record in self.records.values()]
 
     def oldest(self, limit: int) -> list[Record]:
         """The first record of each rollout, for some rollouts."""

@@ -17,8 +17,9 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from time import perf_counter
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -39,13 +40,14 @@ from tokenproxy.record.store import (
     StoreStalled,
     StoreUnusable,
 )
-from tokenproxy.record.store_time import BACKGROUND_S, spending, within
+from tokenproxy.record.store_time import BACKGROUND_S, StoreTime, running_store_time, within
 from tokenproxy.record.turn import Turn
 from tokenproxy.store.backlog import Backlog, Record, with_candidate
 from tokenproxy.store.packed import complete_path, fill_prompts, missing_holders
 
 log = logging.getLogger("tokenproxy")
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 START_S = 3.0
@@ -111,6 +113,8 @@ class GuardedStore:
         self.limits, self.unreadable = store.limits, store.unreadable
         self._store = store
         self._metrics = metrics
+        self._time_of = cache(metrics.store_time.labels)
+        """Returns the histogram of a method's times."""
         self._required = required
         self._guard = limits
         self._backlog = Backlog(limits.most_turns, limits.most_bytes)
@@ -132,7 +136,7 @@ class GuardedStore:
         async def call(*args: Any, **named: Any) -> Any:
             if name in ("delete", "finish"):
                 self._check_complete(args[0])
-            return await self._call(name, lambda: method(*args, **named))
+            return await self._call(name, method, *args, **named)
 
         return call
 
@@ -214,12 +218,14 @@ class GuardedStore:
         """
         if not turns:
             self._check_complete(session.id)
-            return await self._call("add", lambda: self._store.add(session))
+            return await self._call("add", self._store.add, session)
         error = self._error or StoreError("turns before it wait")
         # the order matters within a rollout: a turn waits for those before it
-        if not self._skips("write") and not self._backlog.holds(session.id):
+        if not self._backlog.holds(session.id):
             try:
-                return await self._call("add", lambda: self._store.add(session, turns, entries))
+                return await self._call("add", self._store.add, session, turns, entries)
+            except StoreSkipped:
+                pass  # nothing failed here: the turn waits until the store works again
             except StoreError as failure:
                 if isinstance(failure, RecordRefused):
                     self._count_lost(turns, "refused")
@@ -241,7 +247,7 @@ class GuardedStore:
         """See `Store.find`."""
         # before the store is read: turns that it takes meanwhile are found in both
         here = self._backlog.under(keys)
-        found = await self._call("find", lambda: self._store.find(keys))
+        found = await self._call("find", self._store.find, keys)
         for entry, candidate in here:
             found[entry.key] = with_candidate(found.get(entry.key, Found(0, [])), entry.ids, candidate)
         return found
@@ -251,9 +257,7 @@ class GuardedStore:
     ) -> bool:
         """See `Store.put`. False for a document that the store does not take in time: it is stored later."""
         try:
-            return await self._call(
-                "put", lambda: self._store.put(space, name, value, keep_s=keep_s, before=before)
-            )
+            return await self._call("put", self._store.put, space, name, value, keep_s=keep_s, before=before)
         except RecordRefused:
             raise  # it would be refused again
         except StoreError as error:
@@ -270,14 +274,14 @@ class GuardedStore:
         here = {name: waiting[name][0] for name in names or () if name in waiting}
         if here and len(here) == len(names or ()):
             return here
-        return here | await self._call("get", lambda: self._store.get(space, names, complete=complete))
+        return here | await self._call("get", self._store.get, space, names, complete=complete)
 
     async def take(self, space: str, name: str) -> bytes | None:
         """See `Store.take`."""
         waiting = self._backlog.documents.pop(name, None) if space == DOCUMENTS else None
         if waiting is not None:
             return waiting[0]
-        return await self._call("take", lambda: self._store.take(space, name))
+        return await self._call("take", self._store.take, space, name)
 
     async def claim(self, key: bytes, ids: bytes) -> str | None:
         """See `Store.claim`. A turn that is claimed too late is released."""
@@ -308,7 +312,7 @@ class GuardedStore:
             here[first] = waiting[first]
             first = here[first].parent
         if not here:
-            return await self._call("path", lambda: self._store.path(turn))
+            return await self._call("path", self._store.path, turn)
         for name in (first, *missing_holders(here.values(), here)):
             # the turns before them, and another choice of a request: it may wait, or be recorded already
             if name is not None and name not in here:
@@ -318,7 +322,7 @@ class GuardedStore:
     async def turns(self, rollout: str) -> list[Turn]:
         """See `Store.turns`."""
         here = self._backlog.turns(rollout)
-        stored = await self._call("turns", lambda: self._store.turns(rollout))
+        stored = await self._call("turns", self._store.turns, rollout)
         if not here:
             return stored
         turns = {**here, **{turn.id: turn for turn in stored}}
@@ -327,7 +331,7 @@ class GuardedStore:
     async def newest(self, rollout: str, limit: int) -> list[str]:
         """See `Store.newest`."""
         here = self._backlog.turns(rollout)
-        stored = await self._call("newest", lambda: self._store.newest(rollout, limit))
+        stored = await self._call("newest", self._store.newest, rollout, limit)
         return sorted({*here, *stored}, reverse=True)[:limit] if here else stored
 
     async def session(self, rollout: str) -> Session | None:
@@ -335,10 +339,12 @@ class GuardedStore:
         records = self._backlog.records.values()
         here = [record.session for record in records if record.session.id == rollout]
         turns = len(self._backlog.turns(rollout))
-        stored = await self._call("session", lambda: self._store.session(rollout))
+        stored = await self._call("session", self._store.session, rollout)
         return stored or (replace(here[0], turns=turns) if here else None)
 
-    async def _call(self, name: str, call: Callable[[], Awaitable[T]]) -> T:
+    async def _call(
+        self, name: str, method: Callable[P, Awaitable[T]], *args: P.args, **named: P.kwargs
+    ) -> T:
         """The result of a call.
 
         Raises:
@@ -349,44 +355,44 @@ class GuardedStore:
         kind = "read" if name in _READS else "write"
         if self._skips(kind):
             raise StoreSkipped(f"the store does not respond, and is tried again soon: {self._error}")
-        with spending() as seconds:
-            if not seconds:
-                raise StoreStalled("the request has waited for the store as long as it may")
-            try:
-                result = await self._timed(name, call(), seconds)
-            except (RecordDamaged, RecordRefused):
-                raise
-            except StoreError as error:
-                self._failures[kind] += 1
-                if self._fails(kind):
-                    self._recover_from(error)
-                raise
+        limit = running_store_time()
+        if limit.left <= 0:
+            raise StoreStalled("the request has waited for the store as long as it may")
+        try:
+            result = await self._timed(name, method(*args, **named), limit)
+        except (RecordDamaged, RecordRefused):
+            raise
+        except StoreError as error:
+            self._failures[kind] += 1
+            if self._failures[kind] >= _FAILURES:
+                self._recover_from(error)
+            raise
         self._failures[kind] = 0
         return result
 
-    async def _timed(self, name: str, work: Awaitable[T], seconds: float = BACKGROUND_S) -> T:
+    async def _timed(self, name: str, work: Awaitable[T], limit: StoreTime | None = None) -> T:
         """The result of a call, which is counted and timed. Raises StoreStalled if it takes too long."""
+        limit = limit or StoreTime(BACKGROUND_S)
         began = perf_counter()
         self._metrics.store_calls.inc()
         try:
-            return await within(seconds, work)
+            return await within(limit.left, work)
         except TimeoutError:
-            raise StoreStalled(f"no response within {seconds:.1f} s") from None
+            raise StoreStalled(f"no response within {limit.left:.1f} s") from None
         finally:
+            seconds = perf_counter() - began
+            limit.left -= seconds
             self._metrics.store_calls.dec()
-            self._metrics.store_time.labels(name).observe(perf_counter() - began)
+            self._time_of(name).observe(seconds)
 
     def _check_complete(self, rollout: str) -> None:
         """Refuse to change a rollout as a whole while turns of it wait."""
         if self._backlog.holds(rollout):
             raise StoreStalled("turns of this session are still to be recorded: try again soon")
 
-    def _fails(self, kind: str) -> bool:
-        return self._failures[kind] >= _FAILURES
-
     def _skips(self, kind: str) -> bool:
         """Whether calls are skipped. What cannot be read is not written either."""
-        return not self._is_open or self._fails(kind) or self._fails("read")
+        return not self._is_open or max(self._failures[kind], self._failures["read"]) >= _FAILURES
 
     def _recover_from(self, error: StoreError) -> None:
         """Try the store again, in the background, until it works and no turn waits."""
@@ -418,7 +424,7 @@ class GuardedStore:
                 self._opening = opening = asyncio.ensure_future(self._store.open())
             await self._timed("open", asyncio.shield(opening))
             self._is_open = True
-        if self._fails("read"):
+        if self._failures["read"] >= _FAILURES:
             await self._timed("find", self._store.find([_PROBE]))
             self._failures["read"] = 0
         if oldest := self._backlog.oldest(_BATCH):
@@ -433,7 +439,7 @@ class GuardedStore:
                 log.error("a stored response is lost: %s", error)
             if documents.pop(name, None) is None:  # deleted in the meantime
                 await self._timed("take", self._store.take(DOCUMENTS, name))
-        if self._fails("write"):
+        if self._failures["write"] >= _FAILURES:
             # changes nothing, because no rollout has this name
             await self._timed("pin", self._store.pin("", 0.0))
         self._failures["write"] = 0

@@ -7,6 +7,7 @@ begins with 0x28, which is an integer in MessagePack.
 import asyncio
 import sys
 from collections.abc import Container, Iterable, Mapping, Sequence
+from itertools import chain
 
 import msgspec
 from msgspec.structs import replace
@@ -122,12 +123,12 @@ def pack_parts(parts: Iterable[bytes]) -> bytes:
 
     Simple enough to be read in Lua. Example: (b"ab", b"") becomes b"\x02ab\x00".
     """
-    return b"".join(b"%c%s" % (len(part), part) for part in parts)
+    return b"".join([b"%c%s" % (len(part), part) for part in parts])
 
 
 def pack_entries(entries: Iterable[IndexEntry]) -> bytes:
     """The index entries of one turn, each once: key, ids, key, ids, ... as `pack_parts`."""
-    return pack_parts(part for entry in dict.fromkeys(entries) for part in entry)
+    return pack_parts(chain.from_iterable(dict.fromkeys(entries)))
 
 
 def unpack_entries(packed: bytes) -> list[IndexEntry]:

@@ -91,7 +91,7 @@ class SqliteStore:
             TurnRow(turn.id, turn.parent, turn_entries, pack_entries(turn_entries), packed)
             for turn, turn_entries, packed in zip(turns, entries, await pack_turns(turns), strict=True)
         ]
-        now, size = time.time(), sum(len(row.packed) for row in rows)
+        now, size = time.time(), sum([len(row.packed) for row in rows])
         held = await self._database.write(lambda connection: add_turns(connection, session, rows, now), size)
         return await self._evict(session.id) if held > self.limits.max_bytes else Evicted()
 

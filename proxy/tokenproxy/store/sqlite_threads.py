@@ -15,9 +15,8 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tokenproxy.record.store import StoreError
 from tokenproxy.store import sqlite_file
@@ -39,12 +38,11 @@ _CLOSE_S = 10.0
 """How long `aclose` waits for a thread that hangs in the disk."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Job:
+class _Job(NamedTuple):
     work: Work[Any]
     future: "asyncio.Future[Any]"
     size: int
-    deadline: float = field(default_factory=lambda: time.monotonic() + sqlite_file.BUSY_S)
+    deadline: float
     """Until when it waits for the lock."""
 
 
@@ -132,7 +130,7 @@ class Database:
         if self._writer is None:
             raise StoreError(f"{self._path} is not open")
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._jobs.put(_Job(work, future, size))
+        self._jobs.put(_Job(work, future, size, time.monotonic() + sqlite_file.BUSY_S))
         return await future
 
     async def read(self, work: Work[T]) -> T:

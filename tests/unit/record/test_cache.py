@@ -1,6 +1,8 @@
 """The cache: what is parsed or read with it equals what is parsed or read without, within its bytes."""
 
 import json
+import zlib
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -26,7 +28,7 @@ _SPELLINGS = st.sampled_from([{}, {"separators": (",", ":")}, {"indent": 1}])
 
 
 def _parse(cache: TurnCache, messages: list[dict[str, Any]], **spelling: Any) -> Conversation:
-    return cache.parse(json.dumps(messages, **spelling).encode())
+    return cache.parse(cache.recall(json.dumps(messages, **spelling).encode()))
 
 
 @given(st.lists(_MESSAGES, min_size=1, max_size=4), _SPELLINGS, st.sampled_from([0, 5_000, 2**20]))
@@ -38,6 +40,17 @@ def test_conversations_are_the_same_with_and_without_a_history_seen_before(
         history = history + part
         seen, fresh = _parse(cache, history, **spelling), _parse(TurnCache(0), history, **spelling)
         assert (list(seen.raws), list(seen.messages)) == (list(fresh.raws), list(fresh.messages))
+
+
+@pytest.mark.parametrize("checksum", [zlib.crc32, lambda *_: 7])
+def test_forks_and_equal_checksums_lead_to_no_other_conversation(
+    checksum: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zlib, "crc32", checksum)
+    cache = TurnCache(2**20)
+    for texts in ("a", "ab", "abc", "abd", "abde", "ab", "b", "abc"):
+        messages = [{"role": "user", "content": text} for text in texts]
+        assert _parse(cache, messages).messages == _parse(TurnCache(0), messages).messages
 
 
 def _continued(
