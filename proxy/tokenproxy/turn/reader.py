@@ -6,9 +6,9 @@ Law: evidence can never fail the response. Ids and log-probabilities of an unkno
     levels deep.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from chat_tokenizer import InvalidIds, ids
 from tokenproxy.base.fields import NULL, is_null
@@ -19,7 +19,6 @@ from tokenproxy.turn import wire
 from tokenproxy.turn.parsing import Parsed
 from tokenproxy.turn.usual_chunk import Piece
 
-T = TypeVar("T")
 _PACKED_FROM_BYTES = 2048
 """Bytes of an echoed prompt from which numpy packs it faster than ids are made of it one by one."""
 _TEXTS = frozenset({"content", "reasoning", "reasoning_content", "refusal"})
@@ -182,7 +181,7 @@ class CompletionReader:
         """Number of sampled ids that arrived, by the index of the choice; None if some came without ids."""
         if any(choice.without_ids for choice in self._choices.values()):
             return None
-        return {index: len(choice.sampled.ids or ()) for index, choice in self._choices.items()}
+        return {index: len(choice.ids or ()) for index, choice in self._choices.items()}
 
     @property
     def complete(self) -> bool:
@@ -236,6 +235,8 @@ class _StreamedChoice:
     """Whether it takes no more pieces, because it ended or was returned."""
     usage: bytes | None = None
     """The tokens so far, from a later chunk than `sampled.counted`."""
+    ids: list[int] | None = None
+    logprobs: list[float] | None = None
     _unreadable: tuple[str, ...] = ()
     _without_ids: bool = False
     _texts: dict[str, list[str]] = field(default_factory=dict)
@@ -259,9 +260,11 @@ class _StreamedChoice:
         self.mark(choice.unreadable)
         sampled = self.sampled
         if choice.token_ids is not None:
-            sampled.ids = _joined(sampled.ids, choice.token_ids)
+            self.ids = self.ids or []
+            self.ids += choice.token_ids
         if choice.logprobs is not None and (logprobs := choice.logprobs.values) is not None:
-            sampled.logprobs = _joined(sampled.logprobs, logprobs)
+            self.logprobs = self.logprobs or []
+            self.logprobs += logprobs
             if isinstance(choice.logprobs, wire.TokenLogprobs):
                 sampled.alternatives += choice.logprobs.alternatives
         sampled.finish_reason = choice.finish_reason or sampled.finish_reason
@@ -275,14 +278,13 @@ class _StreamedChoice:
 
     def add_piece(self, piece: Piece) -> None:
         """Append one sampled id."""
-        sampled = self.sampled
-        if sampled.ids is None:
-            sampled.ids = []
-        if sampled.logprobs is None:
-            sampled.logprobs = []
+        if self.ids is None:
+            self.ids = []
+        if self.logprobs is None:
+            self.logprobs = []
         self._texts.setdefault(piece.field, []).append(piece.text)
-        cast("list[int]", sampled.ids).append(piece.token_id)
-        cast("list[float]", sampled.logprobs).append(piece.logprob)
+        self.ids.append(piece.token_id)
+        self.logprobs.append(piece.logprob)
         self.usage = piece.usage
 
     def mark(self, unreadable: tuple[str, ...]) -> None:
@@ -299,10 +301,10 @@ class _StreamedChoice:
             sampled.counted = counted
         sampled.finish_reason = sampled.finish_reason or ABORTED
         sampled.unreadable = next(iter((*echo.unreadable, *self._unreadable)), "")
-        if self.without_ids or (not sampled.ids and _holds_text(sampled.message)):
-            sampled.ids = None  # text without ids: what was sampled is unknown
-        if "logprobs" in self._unreadable:
-            sampled.logprobs = None
+        if not (self.without_ids or (not self.ids and _holds_text(sampled.message))):
+            sampled.ids = self.ids  # else text came without ids: what was sampled is unknown
+        if "logprobs" not in self._unreadable:
+            sampled.logprobs = self.logprobs
         return sampled
 
     def _add_call(self, piece: wire.CallPiece) -> None:
@@ -331,11 +333,3 @@ def _weight_spans(choice: wire.Choice) -> tuple[WeightSpan, ...]:
 def _holds_text(message: dict[str, Any]) -> bool:
     """Whether the message shows that something was sampled."""
     return any(message.get(name) for name in ("content", "reasoning", "reasoning_content", "tool_calls"))
-
-
-def _joined(values: Sequence[T] | None, more: Sequence[T]) -> Sequence[T]:
-    """Values and those of the next piece: the same list, so that a stream of pieces takes linear time."""
-    if not values:
-        return more
-    cast("list[T]", values).extend(more)
-    return values

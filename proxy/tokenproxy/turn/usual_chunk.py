@@ -11,7 +11,6 @@ for a field. It matches only valid JSON. Every other chunk is parsed: see `reade
 """
 
 import re
-from typing import NamedTuple
 
 import msgspec
 
@@ -60,7 +59,7 @@ _MAX_IDS_BYTES = len("[123456789]")
 _MAX_INDEX_DIGITS = 4
 
 
-class Piece(NamedTuple):
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """One sampled id of a choice."""
 
     choice: int
