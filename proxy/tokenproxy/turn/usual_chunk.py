@@ -73,14 +73,11 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     """The tokens so far, a JSON object."""
 
 
-class UsualChunk:
+class UsualChunk(msgspec.Struct, frozen=True, gc=False):
     """A chunk that matches the pattern."""
 
-    __slots__ = ("_groups",)
-
-    def __init__(self, groups: tuple[bytes, ...]) -> None:
-        """A match of the pattern, as its groups."""
-        self._groups = groups
+    groups: tuple[bytes, ...]
+    """Of the pattern."""
 
     @classmethod
     def match(cls, event: bytes) -> "UsualChunk | None":
@@ -90,7 +87,7 @@ class UsualChunk:
 
     def piece(self) -> Piece | None:
         """What was sampled; None if it is not one id with text and a log-probability, and nothing else."""
-        _, index, field, text, logprobs, number, more, _, ids, _, _, usage, _ = self._groups
+        _, index, field, text, logprobs, number, more, _, ids, _, _, usage, _ = self.groups
         if (
             field is None
             or number is None
@@ -108,7 +105,7 @@ class UsualChunk:
 
     def redacted(self, visible: Visible) -> bytes | None:
         """An event of the fields that the client requested; None if its reasoning is to be hidden."""
-        head, _, field, _, logprobs, _, _, middle, ids, end, usage, _, transfer = self._groups
+        head, _, field, _, logprobs, _, _, middle, ids, end, usage, _, transfer = self.groups
         if field != b"content" and not visible.reasoning:
             return None
         return b"".join(
