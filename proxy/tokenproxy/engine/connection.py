@@ -50,9 +50,6 @@ class Connection(asyncio.Protocol):
         self._reading = True
         self._open = True
         self._loop = asyncio.get_running_loop()
-        self._deadline = 0.0
-        """Of the current `wait`, or the last one."""
-        self._timer: asyncio.TimerHandle | None = None
         self._timed_out = False
         self._begin("")
 
@@ -161,11 +158,13 @@ class Connection(asyncio.Protocol):
         if seconds is None:
             await self._event()
             return
-        self._timed_out, self._deadline = False, self._loop.time() + seconds
-        # one timer for many waits: a timer for each event of a stream would cost as much as its other work
-        if self._timer is None or self._timer.when() > self._deadline:
-            self._set_timer()
-        await self._event()
+        # `asyncio.timeout` would cost more than all else that is done with the bytes of one event
+        self._timed_out = False
+        timer = self._loop.call_later(seconds, self._time_out)
+        try:
+            await self._event()
+        finally:
+            timer.cancel()
         if self._timed_out and not self._pieces and not self._complete and self._error is None:
             raise TimeoutError
 
@@ -187,20 +186,9 @@ class Connection(asyncio.Protocol):
         self._waiter = self._loop.create_future()
         return self._waiter
 
-    def _set_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._loop.call_at(self._deadline, self._check_deadline)
-
-    def _check_deadline(self) -> None:
-        self._timer = None
-        if self._waiter is None:
-            return  # the next `wait` sets the timer
-        if self._loop.time() < self._deadline:
-            self._set_timer()
-        else:
-            self._timed_out = True
-            self._wake()
+    def _time_out(self) -> None:
+        self._timed_out = True
+        self._wake()
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None
@@ -232,8 +220,6 @@ class Connection(asyncio.Protocol):
         """See `asyncio.BaseProtocol.connection_lost`."""
         self._open = False
         self._parser = None
-        if self._timer is not None:
-            self._timer.cancel()
         if self._head_complete and not self._complete and exc is None and self._ends_with_connection():
             self._complete = True
         elif self._head_complete:
