@@ -57,12 +57,8 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
 
 
 def join(fields: Fields) -> bytes:
-    """Encode fields as one JSON object. Values are copied unchanged, and only once: they may be megabytes."""
-    parts: list[bytes | msgspec.Raw] = []
-    for name, value in fields.items():
-        parts += b",", msgspec.json.encode(name), b":", value
-    parts[:1] = [b"{"]
-    return b"".join([*parts, b"}"])
+    """Encode fields as one JSON object. Values are copied unchanged."""
+    return msgspec.json.encode(fields)
 
 
 def raw(value: object) -> msgspec.Raw:

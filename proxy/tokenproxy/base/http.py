@@ -129,6 +129,14 @@ class KeptAlive:
     """After how many seconds; clients give up after some minutes."""
 
 
+def header(headers: Headers, name: bytes) -> bytes:
+    """The value of a header; empty if it is missing."""
+    for key, value in headers:
+        if key == name:
+            return value
+    return b""
+
+
 def is_event_stream(headers: Headers) -> bool:
     """Whether a body is a stream of server-sent events."""
-    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
+    return header(headers, b"content-type").startswith(b"text/event-stream")

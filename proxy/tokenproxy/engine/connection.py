@@ -49,6 +49,7 @@ class Connection(asyncio.Protocol):
         self._writable = True
         self._reading = True
         self._open = True
+        self._loop = asyncio.get_running_loop()
         self._timed_out = False
         self._begin("")
 
@@ -67,6 +68,11 @@ class Connection(asyncio.Protocol):
         transport = self._transport
         kept = self._open and self._keeps_alive and self._body_sent
         return kept and transport is not None and not transport.is_closing()
+
+    @property
+    def received(self) -> bool:
+        """Whether the response arrived to its end."""
+        return self._complete
 
     @property
     def complete(self) -> bool:
@@ -93,14 +99,14 @@ class Connection(asyncio.Protocol):
         while not self._head_complete:
             if self._error is not None:
                 raise self._error
-            await self._wait()
+            await self._event()
 
     async def _send_body(self, body: bytes) -> None:
         """Send a body in pieces, as fast as the engine takes it; stop if a response comes before its end."""
         view = memoryview(body)
         for start in range(0, len(body), _PIECE_BYTES):
             while not self._writable and not self._head_complete and self._error is None:
-                await self._wait()
+                await self._event()
             if self._head_complete or self._error is not None:
                 return  # the engine still expects the rest: the next request would be taken for it
             self._write(view[start : start + _PIECE_BYTES])
@@ -150,13 +156,13 @@ class Connection(asyncio.Protocol):
         if self._pieces or self._complete or self._error is not None:
             return
         if seconds is None:
-            await self._wait()
+            await self._event()
             return
         # `asyncio.timeout` would cost more than all else that is done with the bytes of one event
         self._timed_out = False
-        timer = asyncio.get_running_loop().call_later(seconds, self._time_out)
+        timer = self._loop.call_later(seconds, self._time_out)
         try:
-            await self._wait()
+            await self._event()
         finally:
             timer.cancel()
         if self._timed_out and not self._pieces and not self._complete and self._error is None:
@@ -175,21 +181,19 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    async def _wait(self) -> None:
-        """Wait for the next event of the connection."""
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+    def _event(self) -> "asyncio.Future[None]":
+        """The next event of the connection."""
+        self._waiter = self._loop.create_future()
+        return self._waiter
 
     def _time_out(self) -> None:
         self._timed_out = True
         self._wake()
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     # The transport's callbacks
 

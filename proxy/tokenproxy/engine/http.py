@@ -12,11 +12,12 @@ from collections.abc import AsyncIterator, Callable
 
 from yarl import URL
 
-from tokenproxy.base.errors import BadRequest, EngineBroken, EngineTimeout, EngineUnavailable
-from tokenproxy.base.http import Request, Response, is_event_stream
+from tokenproxy.base.errors import ApiError, BadRequest, EngineBroken, EngineTimeout, EngineUnavailable
+from tokenproxy.base.http import Request, is_event_stream
 from tokenproxy.base.types import Headers
 from tokenproxy.base.urls import normalise_base_url, url_credentials, without_credentials
 from tokenproxy.engine.connection import BrokenOff, Connection, Disconnected
+from tokenproxy.engine.monitored import Call
 from tokenproxy.engine.pool import CONNECT_TIMEOUT_S, ConnectionPool, Verify
 
 GRACE_S = 5.0
@@ -81,7 +82,7 @@ class HttpEngine:
         authorization = url_credentials(base_url) or (f"Bearer {api_key}" if api_key else None)
         self._authorization = authorization.encode() if authorization else None
 
-    async def send(self, request: Request) -> Response:
+    async def send(self, request: Request) -> "HttpResponse":
         """See `Engine.send`.
 
         Raises:
@@ -155,6 +156,8 @@ class HttpResponse:
         self._connection: Connection | None = connection
         self._engine = engine
         self._suspended_s = engine.suspended_seconds()
+        self.call: Call | None = None
+        """What observes its waits and its end."""
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body's bytes as they arrive.
@@ -169,10 +172,8 @@ class HttpResponse:
         stream = is_event_stream(self.headers)
         # small pieces, because several steps each hold one while the client does not read
         piece_bytes = _STREAM_PIECE_BYTES if stream else _BODY_PIECE_BYTES
-        received, waited_s = (
-            0,
-            0.0,
-        )  # only time spent waiting for the engine counts, not that of a slow client
+        # only time spent waiting for the engine counts, not that of a slow client
+        received, waited_s = 0, 0.0
         try:
             while (chunk := connection.take(piece_bytes)) != b"":
                 if chunk is not None:
@@ -188,10 +189,22 @@ class HttpResponse:
                     if not self._was_paused():
                         raise
                     waited_s = 0.0
+                finally:
+                    if self.call is not None:
+                        self.call.waited(engine.clock() - began)
         except TimeoutError as error:
-            raise EngineTimeout(f"{engine.name} sends its response too slowly", received=True) from error
+            raise self._failed(
+                EngineTimeout(f"{engine.name} sends its response too slowly", received=True)
+            ) from error
         except BrokenOff as error:
-            raise EngineBroken(f"{engine.name} broke off in the middle of its response") from error
+            raise self._failed(
+                EngineBroken(f"{engine.name} broke off in the middle of its response")
+            ) from error
+
+    def _failed(self, error: ApiError) -> ApiError:
+        if self.call is not None:
+            self.call.end(error)
+        return error
 
     def _was_paused(self) -> bool:
         """Whether the engine is paused, or was since the last call: then its silence proves nothing."""
@@ -200,6 +213,8 @@ class HttpResponse:
 
     async def read(self) -> bytes:
         """The whole body. Raises as `chunks`."""
+        if self._connection is not None and self._connection.received:  # usually, with its head
+            return self._connection.take(_BODY_PIECE_BYTES) or b""
         return b"".join([chunk async for chunk in self.chunks()])
 
     async def aclose(self) -> None:
@@ -207,3 +222,5 @@ class HttpResponse:
         connection, self._connection = self._connection, None
         if connection is not None:
             self._engine.pool.give_back(connection)
+        if self.call is not None:
+            self.call.end()

@@ -7,12 +7,14 @@ network, without a socket.
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from time import perf_counter
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from tokenproxy.base.errors import EngineBroken
-from tokenproxy.base.http import Request, Response
+from tokenproxy.base.http import Request
 from tokenproxy.base.types import ASGIApp, Headers, Message, Scope
+from tokenproxy.engine.monitored import Call
 from tokenproxy.engine.versions import scale_out_routes
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ class InProcessEngine:
         self.name = name
         self._app = app
 
-    async def send(self, request: Request) -> Response:
+    async def send(self, request: Request) -> "InProcessResponse":
         """See `Engine.send`."""
         response = InProcessResponse(self._app, request)
         await response.start()
@@ -68,6 +70,8 @@ class InProcessResponse:
         self._queue: asyncio.Queue[Message | None] = asyncio.Queue(_QUEUED_CHUNKS)
         self._task = asyncio.create_task(self._run(app))
         self._ended = False
+        self.call: Call | None = None
+        """What observes its waits and its end."""
 
     async def start(self) -> None:
         """Wait for the status and headers.
@@ -89,7 +93,10 @@ class InProcessResponse:
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body's bytes as the application sends them."""
         while not self._ended:
+            began = perf_counter()
             message = await self._queue.get()
+            if self.call is not None:
+                self.call.waited(perf_counter() - began)
             if message is None:
                 self._ended = True
                 raise self._broken_error()
@@ -104,6 +111,8 @@ class InProcessResponse:
 
     async def aclose(self) -> None:
         """Report a client disconnect to the application, as a server would, and wait until it ends."""
+        if self.call is not None:
+            self.call.end()
         self._disconnected.set()
         while not self._task.done():
             # the application may be waiting for space in the queue
@@ -149,4 +158,6 @@ class InProcessResponse:
         cause = self._task.exception() if self._task.done() and not self._task.cancelled() else None
         error = EngineBroken("the engine broke off in the middle of its response")
         error.__cause__ = cause
+        if self.call is not None:
+            self.call.end(error)
         return error

@@ -19,6 +19,9 @@ async def whole_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     last = b""
     """Its last three bytes: the end of an event may arrive in two chunks."""
     async for chunk in chunks:
+        if not parts and chunk.endswith(_ENDS):  # nearly always
+            yield chunk
+            continue
         # an event may be a megabyte in many chunks: only the new bytes are searched
         cut = _last_end(last + chunk) - len(last) if b"\n" in chunk else 0
         if cut > 0:
@@ -65,6 +68,8 @@ def split_events(block: bytes) -> list[bytes]:
 
     Text after the last empty line is an event too.
     """
+    if block.find(b"\n") == len(block) - 2 and block.endswith(b"\n\n") and b"\r" not in block:
+        return [block]
     lines = block.split(b"\n")
     if not any(lines[1::2]) and not lines[-1] and len(lines) % 2 and b"\r" not in block:
         # nearly always: each event is one line

@@ -5,22 +5,30 @@ from typing import Any, ClassVar, Protocol
 
 from tokenproxy.base.errors import BadRequest
 from tokenproxy.base.fields import flag, raw, raw_value, read, stream_options
-from tokenproxy.base.http import Request
+from tokenproxy.base.http import Request, header
 from tokenproxy.base.request import ChatRequest, Rendering, RetrySigns, SessionRef, ThinkingPolicy, Visible
-from tokenproxy.base.types import Fields, Headers
+from tokenproxy.base.types import Fields
 from tokenproxy.formats.prompt_fields import template_kwargs
 from tokenproxy.formats.translated import Translation
 from tokenproxy.record.vocabulary import Reason
 from tokenproxy.turn.required_prefix import asks_on_messages
 
+_EVIDENCE = frozenset({"return_token_ids", "logprobs", "include_reasoning", "stream_options"})
+"""Fields that request more or less than the text."""
 _OPTIONS = ("tool_choice", "response_format", "structured_outputs", "mm_processor_kwargs", "media_io_kwargs")
 """Fields that an engine's rendering may print or use, besides messages, tools and template arguments."""
-_SPECIAL = frozenset(
+_RENDERED = frozenset((*_OPTIONS, "tools", "chat_template", "chat_template_kwargs", "documents")) | {
+    *("reasoning_effort", "add_generation_prompt")
+}
+"""Fields of which a `Rendering` is made."""
+_SPECIAL_FLAGS = frozenset(
     {"echo", "continue_final_message", "add_special_tokens", "return_prompt_text", "use_beam_search"}
 )
 """Fields that change the rendering, or that a prompt of ids cannot serve."""
+_SPECIAL = _SPECIAL_FLAGS | {"chat_template", "kv_transfer_params", "truncate_prompt_tokens"}
 _IDEMPOTENCY_KEY, _RETRY_COUNT = b"idempotency-key", b"x-stainless-retry-count"
-
+_TEXT = Visible(ids=False, logprobs=False)
+"""What a request without any of `_EVIDENCE` gets."""
 
 Schema = dict[str, Any]
 
@@ -68,6 +76,8 @@ def visible_of(fields: Fields, *, logprobs: bool | None = None) -> Visible:
     Args:
         logprobs: whether it requested log-probabilities, where a field other than `logprobs` tells.
     """
+    if logprobs is None and _EVIDENCE.isdisjoint(fields):
+        return _TEXT
     options = stream_options(fields)
     usage = flag(options, "include_usage")
     running = usage and flag(options, "continuous_usage_stats")
@@ -107,7 +117,7 @@ def chat_request(
         rendering, model = _rendering(fields), read(fields, "model", str)
     except BadRequest:
         special = special or Reason.SPECIAL_REQUEST  # the engine refuses it with its own message
-    parsed: dict[str, Any] = {
+    parsed = {
         **shared_fields(request, fields, session, fields),
         "messages": raw_value(fields, "messages") or b"",
         "rendering": rendering,
@@ -117,8 +127,9 @@ def chat_request(
         "thinking": thinking,
         # without a generation prompt, the template does not render the sampled text as a turn
         "findable": special is None and rendering.add_generation_prompt,
+        **more,
     }
-    return ChatRequest(**(parsed | more))
+    return ChatRequest(**parsed)
 
 
 def shared_fields(
@@ -151,8 +162,10 @@ def shared_fields(
 
 def _take_thinking_policy(fields: Fields) -> ThinkingPolicy | None:
     """Remove the proxy's own field from a request. Raises BadRequest."""
+    if "thinking_policy" not in fields:
+        return None
     policy = read(fields, "thinking_policy", str)
-    fields.pop("thinking_policy", None)
+    del fields["thinking_policy"]
     if policy is not None and policy not in set(ThinkingPolicy):
         raise BadRequest("`thinking_policy` must be `keep` or `template`", param="thinking_policy")
     return ThinkingPolicy(policy) if policy is not None else None
@@ -160,6 +173,8 @@ def _take_thinking_policy(fields: Fields) -> ThinkingPolicy | None:
 
 def _rendering(fields: Fields) -> Rendering:
     """The fields that change the rendering. Raises BadRequest for a field with a wrong type."""
+    if _RENDERED.isdisjoint(fields):
+        return Rendering()
     kwargs = template_kwargs(fields)
     if (template := read(fields, "chat_template", str)) is not None:
         kwargs["chat_template"] = template
@@ -171,6 +186,8 @@ def _rendering(fields: Fields) -> Rendering:
 
 def _special(fields: Fields) -> Reason | None:
     """The reason in the request's fields why the engine must render it; None if there is none."""
+    if _SPECIAL.isdisjoint(fields):
+        return None
     if raw_value(fields, "chat_template") is not None:
         return Reason.CUSTOM_TEMPLATE
     try:
@@ -178,8 +195,10 @@ def _special(fields: Fields) -> Reason | None:
             return Reason.IDS_GIVEN
     except BadRequest:
         return Reason.SPECIAL_REQUEST
-    special = not _SPECIAL.isdisjoint(fields) and any(flag(fields, name) for name in _SPECIAL)
-    special = special or raw_value(fields, "truncate_prompt_tokens") is not None
+    special = (
+        any(flag(fields, name) for name in _SPECIAL_FLAGS)
+        or raw_value(fields, "truncate_prompt_tokens") is not None
+    )
     return Reason.SPECIAL_REQUEST if special else None
 
 
@@ -189,11 +208,6 @@ def number(fields: Fields, name: str) -> float | None:
         return read(fields, name, float)
     except BadRequest:
         return None
-
-
-def header(headers: Headers, name: bytes) -> bytes:
-    """The value of a header; empty if it is missing."""
-    return next((value for key, value in headers if key == name), b"")
 
 
 def request_body(description: str, properties: Schema) -> Schema:

@@ -94,6 +94,7 @@ class Redactor(StreamedAnswer):
 
     def __init__(self, visible: Visible, route: EngineRoute = EngineRoute.CHAT) -> None:
         self._visible = visible
+        self._shows_all = visible.every_chunk
         self._route = route
         self._names_tokens = route is EngineRoute.GENERATE and visible.logprobs
 
@@ -115,7 +116,7 @@ class Redactor(StreamedAnswer):
 
     def event(self, event: bytes, usual: UsualChunk | None, read: Piece | parsing.Parsed) -> bytes | None:
         """See `StreamedAnswer.event`. Raises EngineBroken if its data is not a JSON object."""
-        if self._visible.every_chunk and not self._holds_hidden_weights(event):
+        if self._shows_all and not self._holds_hidden_weights(event):
             return self._with_both_names(event)
         if usual is not None and (redacted := usual.redacted(self._visible)) is not None:
             return redacted

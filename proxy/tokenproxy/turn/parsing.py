@@ -75,9 +75,15 @@ class Parsed(msgspec.Struct, frozen=True, gc=False):
     cut: Cut
 
 
+class _SampledLogprob(Logprob, gc=False):
+    """A log-probability without alternatives; one with some is refused."""
+
+    top_logprobs: tuple[()] = ()
+
+
 _decode = msgspec.json.Decoder(Completion).decode
 _decode_with_tokens = msgspec.json.Decoder(TokenCompletion).decode
-_decode_logprobs = msgspec.json.Decoder(list[Logprob]).decode
+_decode_logprobs = msgspec.json.Decoder(list[_SampledLogprob]).decode
 
 
 def parse(body: bytes, *, tokens: bool = False, whole: bool = False, one_prompt: bool = True) -> Parsed:
@@ -91,14 +97,13 @@ def parse(body: bytes, *, tokens: bool = False, whole: bool = False, one_prompt:
     Raises:
         EngineBroken: it is not a JSON object, or is nested too deeply.
     """
-    tokens = tokens or ALTERNATIVES in body
     size = len(body) if one_prompt else 0
     if whole and not tokens and size >= CUT_FROM_BYTES and (parsed := _parse_cut(_cut_arrays(body))):
         return parsed
     if size >= _PROMPT_FROM_BYTES and (parsed := _parse_cut(_cut_prompt(body), tokens=tokens)):
         return parsed
     try:
-        return Parsed(_decode_with_tokens(body) if tokens else _decode(body), Cut(body))
+        return Parsed(_decoded(body, tokens=tokens), Cut(body))
     except REFUSALS:
         pass
     fields = parse_leniently(body)
@@ -107,12 +112,16 @@ def parse(body: bytes, *, tokens: bool = False, whole: bool = False, one_prompt:
     return Parsed(_read(fields), Cut(body))
 
 
+def _decoded(body: bytes, *, tokens: bool) -> Completion:
+    return _decode_with_tokens(body) if tokens or ALTERNATIVES in body else _decode(body)
+
+
 def _parse_cut(cut: Cut | None, *, tokens: bool = False) -> Parsed | None:
     """A completion whose arrays were cut out; None if they do not belong where they were."""
     if cut is None:
         return None
     try:
-        completion = _decode_with_tokens(cut.rest) if tokens else _decode(cut.rest)
+        completion = _decoded(cut.rest, tokens=tokens)
         return Parsed(completion, cut) if _put_back(cut, completion) else None
     except (*REFUSALS, ValueError, InvalidIds):
         return None
@@ -124,7 +133,7 @@ def _put_back(cut: Cut, completion: Completion) -> bool:
     Raises:
         ValueError: there are several choices.
         InvalidIds: no turn can hold these ids.
-        msgspec.MsgspecError: the log-probabilities are none.
+        msgspec.MsgspecError: the log-probabilities are none, or have alternatives.
     """
     if cut.prompt is not None:
         if completion.prompt_token_ids != msgspec.Raw(MARK):

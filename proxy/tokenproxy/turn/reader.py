@@ -6,9 +6,9 @@ Law: evidence can never fail the response. Ids and log-probabilities of an unkno
     levels deep.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from chat_tokenizer import InvalidIds, ids
 from tokenproxy.base.fields import NULL, is_null
@@ -19,7 +19,6 @@ from tokenproxy.turn import wire
 from tokenproxy.turn.parsing import Parsed
 from tokenproxy.turn.usual_chunk import Piece
 
-T = TypeVar("T")
 _PACKED_FROM_BYTES = 2048
 """Bytes of an echoed prompt from which numpy packs it faster than ids are made of it one by one."""
 _TEXTS = frozenset({"content", "reasoning", "reasoning_content", "refusal"})
@@ -27,15 +26,62 @@ _TEXTS = frozenset({"content", "reasoning", "reasoning_content", "refusal"})
 
 
 def read_completion(parsed: Parsed, sent: bytes = b"", batch: Batch | None = None) -> Completion:
-    """Read the sampled choices of a whole completion. See `CompletionReader`."""
-    whole = parsed.completion
-    reader = CompletionReader(len(whole.choices or ()), sent, batch)
-    reader.read(whole)
-    completion = reader.rest()
-    completion.completion_tokens = whole.usage.completion_tokens if whole.usage else None
-    if parsed.cut.ids is not None and completion.choices:
-        completion.choices[0].raw_ids = parsed.cut.ids
+    """Read the sampled choices of a whole completion; an error in its place has none.
+
+    Args:
+        sent, batch: see `CompletionReader`.
+    """
+    whole, choices = parsed.completion, parsed.completion.choices or ()
+    usage = whole.usage or wire.Usage()
+    echoes = [_Echo(prompt) for prompt in (batch.prompts if batch else (sent,))]
+    completion = Completion(completion_tokens=usage.completion_tokens)
+    if whole.error is not wire.ABSENT and not is_null(whole.error):
+        return completion
+    if batch is None:
+        echoes[0].read(bytes(whole.prompt_token_ids))
+        completion.cached_tokens = usage.cached_tokens
+        completion.prompt_ids, completion.packed_prompt = echoes[0].ids, echoes[0].packed
+    else:
+        for choice in choices:
+            echoes[batch.prompt_of(choice.index or 0)].read(bytes(choice.prompt_token_ids))
+    sampled: dict[int, SampledChoice] = {}
+    for choice in choices:
+        index = choice.index or 0
+        echo = echoes[batch.prompt_of(index) if batch else 0]
+        if index not in sampled:
+            sampled[index] = _sampled(choice, echo)
+            sampled[index].prompt_ids = echo.ids if batch else None
+    completion.choices = list(sampled.values())
+    if len(choices) == 1:
+        sampled[index].counted, sampled[index].raw_ids = usage.completion_tokens, parsed.cut.ids or b""
+        return completion
+    for choice in choices:  # one choice needs no index
+        first = sampled[choice.index or 0]
+        if choice.index is None or len(sampled) < len(choices):
+            first.unreadable = first.unreadable or "index"
     return completion
+
+
+def _sampled(choice: wire.Choice, echo: "_Echo") -> SampledChoice:
+    """A choice of a whole completion."""
+    message, ids, logprobs = choice.message, choice.token_ids, choice.logprobs
+    if message is None:
+        texts = {name: text for name, text in choice.said.items() if name in _TEXTS and isinstance(text, str)}
+        message = {"role": "assistant", "content": None, **texts}
+    if not ids and _holds_text(message):
+        ids = None  # text without ids: what was sampled is unknown
+    sampled = SampledChoice(choice.index or 0, message, ids)
+    sampled.finish_reason = choice.finish_reason or ABORTED
+    sampled.stop_reason = choice.stop_reason
+    sampled.routed_experts = choice.routed_experts or None
+    sampled.sampling_mask = choice.sampling_mask
+    sampled.weight_versions = _weight_spans(choice)
+    sampled.unreadable = next(iter((*echo.unreadable, *choice.unreadable)), "")
+    values = None if logprobs is None else logprobs.values
+    if values is not None and isinstance(logprobs, wire.TokenLogprobs):
+        sampled.alternatives = logprobs.alternatives
+    sampled.logprobs = None if "logprobs" in choice.unreadable else values
+    return sampled
 
 
 @dataclass(slots=True)
@@ -65,9 +111,9 @@ class _Echo:
 
 @dataclass
 class CompletionReader:
-    """Collects what was sampled from a whole completion, or from the chunks of a stream one after the other.
+    """Collects what was sampled from the chunks of a stream.
 
-    A stream must hold usage in each chunk: it shows whether all ids came.
+    Each chunk must hold usage: it shows whether all ids came.
     """
 
     expected: int = 1
@@ -135,7 +181,7 @@ class CompletionReader:
         """Number of sampled ids that arrived, by the index of the choice; None if some came without ids."""
         if any(choice.without_ids for choice in self._choices.values()):
             return None
-        return {index: len(choice.sampled.ids or ()) for index, choice in self._choices.items()}
+        return {index: len(choice.ids or ()) for index, choice in self._choices.items()}
 
     @property
     def complete(self) -> bool:
@@ -189,10 +235,10 @@ class _StreamedChoice:
     """Whether it takes no more pieces, because it ended or was returned."""
     usage: bytes | None = None
     """The tokens so far, from a later chunk than `sampled.counted`."""
+    ids: list[int] | None = None
+    logprobs: list[float] | None = None
     _unreadable: tuple[str, ...] = ()
     _without_ids: bool = False
-    _whole: dict[str, Any] | None = None
-    """The message of a whole completion."""
     _texts: dict[str, list[str]] = field(default_factory=dict)
     _calls: dict[int, dict[str, Any]] = field(default_factory=dict)
 
@@ -202,8 +248,8 @@ class _StreamedChoice:
         return self._without_ids or "token_ids" in self._unreadable
 
     def add(self, choice: wire.Choice) -> None:
-        """Append a piece, as the OpenAI SDKs do, or a whole choice."""
-        self._whole, delta = choice.message, choice.said
+        """Append a piece, as the OpenAI SDKs do."""
+        delta = choice.said
         for name, value in delta.items():
             if name in _TEXTS and isinstance(value, str):
                 self._texts.setdefault(name, []).append(value)
@@ -214,9 +260,11 @@ class _StreamedChoice:
         self.mark(choice.unreadable)
         sampled = self.sampled
         if choice.token_ids is not None:
-            sampled.ids = _joined(sampled.ids, choice.token_ids)
+            self.ids = self.ids or []
+            self.ids += choice.token_ids
         if choice.logprobs is not None and (logprobs := choice.logprobs.values) is not None:
-            sampled.logprobs = _joined(sampled.logprobs, logprobs)
+            self.logprobs = self.logprobs or []
+            self.logprobs += logprobs
             if isinstance(choice.logprobs, wire.TokenLogprobs):
                 sampled.alternatives += choice.logprobs.alternatives
         sampled.finish_reason = choice.finish_reason or sampled.finish_reason
@@ -226,19 +274,17 @@ class _StreamedChoice:
         if choice.sampling_mask is not None:
             sampled.sampling_mask = sampled.sampling_mask or []
             sampled.sampling_mask += choice.sampling_mask
-        for span in choice.weight_versions or ():
-            sampled.weight_versions += (WeightSpan(str(span.version), span.start, span.end),)
+        sampled.weight_versions += _weight_spans(choice)
 
     def add_piece(self, piece: Piece) -> None:
         """Append one sampled id."""
-        sampled = self.sampled
-        if sampled.ids is None:
-            sampled.ids = []
-        if sampled.logprobs is None:
-            sampled.logprobs = []
+        if self.ids is None:
+            self.ids = []
+        if self.logprobs is None:
+            self.logprobs = []
         self._texts.setdefault(piece.field, []).append(piece.text)
-        cast("list[int]", sampled.ids).append(piece.token_id)
-        cast("list[float]", sampled.logprobs).append(piece.logprob)
+        self.ids.append(piece.token_id)
+        self.logprobs.append(piece.logprob)
         self.usage = piece.usage
 
     def mark(self, unreadable: tuple[str, ...]) -> None:
@@ -255,10 +301,10 @@ class _StreamedChoice:
             sampled.counted = counted
         sampled.finish_reason = sampled.finish_reason or ABORTED
         sampled.unreadable = next(iter((*echo.unreadable, *self._unreadable)), "")
-        if self.without_ids or (not sampled.ids and _holds_text(sampled.message)):
-            sampled.ids = None  # text without ids: what was sampled is unknown
-        if "logprobs" in self._unreadable:
-            sampled.logprobs = None
+        if not (self.without_ids or (not self.ids and _holds_text(sampled.message))):
+            sampled.ids = self.ids  # else text came without ids: what was sampled is unknown
+        if "logprobs" not in self._unreadable:
+            sampled.logprobs = self.logprobs
         return sampled
 
     def _add_call(self, piece: wire.CallPiece) -> None:
@@ -272,8 +318,6 @@ class _StreamedChoice:
             function["arguments"] = function.get("arguments", "") + piece.arguments
 
     def _message(self) -> dict[str, Any]:
-        if self._whole is not None:
-            return self._whole
         message: dict[str, Any] = {"role": "assistant", "content": None}
         message |= {name: "".join(texts) for name, texts in self._texts.items()}
         if self._calls:
@@ -281,14 +325,11 @@ class _StreamedChoice:
         return message
 
 
+def _weight_spans(choice: wire.Choice) -> tuple[WeightSpan, ...]:
+    spans = choice.weight_versions or ()
+    return tuple([WeightSpan(str(span.version), span.start, span.end) for span in spans])
+
+
 def _holds_text(message: dict[str, Any]) -> bool:
     """Whether the message shows that something was sampled."""
     return any(message.get(name) for name in ("content", "reasoning", "reasoning_content", "tool_calls"))
-
-
-def _joined(values: Sequence[T] | None, more: Sequence[T]) -> Sequence[T]:
-    """Values and those of the next piece: the same list, so that a stream of pieces takes linear time."""
-    if not values:
-        return more
-    cast("list[T]", values).extend(more)
-    return values

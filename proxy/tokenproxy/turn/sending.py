@@ -127,13 +127,18 @@ class PlannedTurn:
     def routing(self) -> Routing:
         """The facts by which the fleet chooses a replica."""
         request, plan = self.request, self.plan
-        ids = sum(prompt.reused + prompt.appended for prompt in plan.prompts)
+        ids, holder, prompts = 0, "", []
+        for prompt in plan.prompts:
+            ids += prompt.reused + prompt.appended
+            holder = holder or prompt.placement.holder
+            if prompt.prompt and not prompt.placement.holder:
+                prompts.append(prompt.prompt)
         if plan.source is Source.RENDERED:
             ids = len(request.messages or request.retry.body) // BYTES_PER_ID
         return Routing(
             conversation=_conversation(plan) if not plan.others else plan.rollout or "",
-            holder=next((each.placement.holder for each in plan.prompts if each.placement.holder), ""),
-            prompts=[each.prompt for each in plan.prompts if each.prompt and not each.placement.holder],
+            holder=holder,
+            prompts=prompts,
             ids=ids,
             tenant=request.tenant,
             model=request.model or "",
@@ -232,13 +237,12 @@ def _constrained(fields: Fields) -> bool:
 
 def _headers(request: ChatRequest, plan: PromptPlan) -> Headers:
     """The client's headers, and the session: a router between proxy and engine can be sticky by it."""
-    placement = plan.placement
-    left_out = [b"accept-encoding"]  # the response is read here, so it must not be compressed
+    # the response is read here, so it must not be compressed
+    headers = [pair for pair in request.headers if pair[0] != b"accept-encoding"]
     if plan.rollout is None:
-        return [pair for pair in request.headers if pair[0] not in left_out]
-    left_out.append(_SESSION_HEADER)
-    headers = [pair for pair in request.headers if pair[0] not in left_out]
-    return [*headers, (_SESSION_HEADER, placement.session.name.encode())]
+        return headers
+    headers = [pair for pair in headers if pair[0] != _SESSION_HEADER]
+    return [*headers, (_SESSION_HEADER, plan.placement.session.name.encode())]
 
 
 def _conversation(plan: PromptPlan) -> str:
@@ -326,4 +330,6 @@ def add_prompt_headers(response: Response, plan: PromptPlan) -> None:
     }
     # an engine that is a tokenproxy itself has set these headers for its own prompt
     response.headers = [pair for pair in response.headers if pair[0] not in headers]
-    response.headers += [(name, str(value).encode()) for name, value in headers.items() if value is not None]
+    for name, value in headers.items():
+        if value is not None:
+            response.headers.append((name, str(value).encode()))

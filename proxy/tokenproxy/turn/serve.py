@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 from tokenproxy.base.errors import ApiError, EngineBroken
-from tokenproxy.base.http import BytesResponse, Response, is_event_stream
+from tokenproxy.base.http import BytesResponse, Response
 from tokenproxy.base.request import ChatRequest
 from tokenproxy.fleet.weight_tags import unknown
 from tokenproxy.record.claims import Claims
@@ -58,7 +58,8 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
             return refused.response
         recording = Recording(history.recorder, turn.plan, claims, turn.add_weights)
         response = await services.fleet.send(turn.send, turn.routing())
-        stack.push_async_callback(response.aclose)
+        if not isinstance(response, BytesResponse):
+            stack.push_async_callback(response.aclose)
         plan, tag = turn.plan, turn.tag
         tag.progress = unknown  # until the stream is read
         recording.replica = turn.replica.name
@@ -71,7 +72,7 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
         answer.hides_weights = turn.hides_weights
         if plan.placement.conversation is not None:
             answer.turn_id = plan.placement.turn_id
-        if is_event_stream(response.headers) and isinstance(answer, StreamedAnswer):
+        if not isinstance(response, BytesResponse) and isinstance(answer, StreamedAnswer):
             await recording.announce()
             return RecordedStream(response, answer, recording, attempt, stack.pop_all(), tag)
         body = await response.read()

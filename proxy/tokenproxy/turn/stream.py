@@ -1,8 +1,9 @@
 """A stream of chunks that is recorded on its way to the client."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from time import monotonic
 
 from tokenproxy.base.errors import ApiError, EngineBroken
@@ -82,11 +83,13 @@ class RecordedStream:
         try:
             async for block in self._blocks:
                 self._waiting_since = None
-                for step in self._steps(block):
-                    if not isinstance(step, bytes):
-                        await step
-                    elif step:
-                        yield step
+                for event in split_events(block):
+                    if (work := self._add(event)) is not None:
+                        if before := self._sendable():
+                            yield before
+                        await work()
+                if sendable := self._sendable():
+                    yield sendable
                 self._waiting_since = monotonic()
                 held_until = self._held_until
                 if held_until is not None and not await self._blocks.arrives(held_until - monotonic()):
@@ -118,45 +121,43 @@ class RecordedStream:
         since = self._waiting_since
         return self._reader.progress() if since is not None and monotonic() - since >= _QUIET_S else None
 
-    def _steps(self, block: bytes) -> Iterator[bytes | Awaitable[None]]:
-        """Handle a block of whole events: yield bytes for the client, and what to await before the next ones.
+    def _add(self, event: bytes) -> Callable[[], Awaitable[None]] | None:
+        """Read an event, and write what the client gets of it.
+
+        Returns: what is to be done after the events before it were sent; usually None.
 
         Raises:
-            EngineBroken: an event is not a chunk. The events before it were yielded.
+            EngineBroken: it is not a chunk.
         """
-        ready = self._ready
-        try:
-            for event in split_events(block):
-                usual = None if self._answer.reads_tokens else UsualChunk.match(event)
-                piece = None if usual is None else usual.piece()
-                read: Piece | parsing.Parsed
-                if piece is not None and self._reader.add(piece):
-                    read = piece
-                else:
-                    data = event_data(event)
-                    if data is None:
-                        ready.append(event)  # a comment, which keeps the connection alive
-                        continue
-                    if data == DONE:
-                        yield self._sendable()
-                        yield self._end()
-                        continue
-                    read = parsing.parse(
-                        data, tokens=self._answer.reads_tokens, one_prompt=self._reader.batch is None
-                    )
-                    self._reader.read(read.completion)
-                    if self._reader.has_ended:
-                        yield self._sendable()
-                        if self._reader.awaits_usage:
-                            self._held_until = self._held_until or monotonic() + self._usage_s
-                        else:
-                            yield self._record_ended()
-                if shown := self._answer.event(event, usual, read):
-                    ready.append(self._keep(shown))
-        except EngineBroken:
-            yield self._sendable()
-            raise
-        yield self._sendable()
+        usual = None if self._answer.reads_tokens else UsualChunk.match(event)
+        piece = None if usual is None else usual.piece()
+        if piece is not None and self._reader.add(piece):
+            self._show(event, usual, piece)
+            return None
+        data = event_data(event)
+        if data is None:
+            self._ready.append(event)  # a comment, which keeps the connection alive
+            return None
+        if data == DONE:
+            return self._end
+        parsed = parsing.parse(data, tokens=self._answer.reads_tokens, one_prompt=self._reader.batch is None)
+        self._reader.read(parsed.completion)
+        if self._reader.has_ended:
+            return partial(self._end_choices, event, usual, parsed)
+        self._show(event, usual, parsed)
+        return None
+
+    def _show(self, event: bytes, usual: UsualChunk | None, read: Piece | parsing.Parsed) -> None:
+        if shown := self._answer.event(event, usual, read):
+            self._ready.append(shown if self._sent is None else self._keep(shown))
+
+    async def _end_choices(self, event: bytes, usual: UsualChunk | None, read: parsing.Parsed) -> None:
+        """Record the turns that an event ends, or wait for their usage, before the client gets the event."""
+        if self._reader.awaits_usage:
+            self._held_until = self._held_until or monotonic() + self._usage_s
+        else:
+            await self._record_ended()
+        self._show(event, usual, read)
 
     def _sendable(self) -> bytes:
         """The events that may be sent now, which are then no longer in `_ready`."""

@@ -11,7 +11,6 @@ for a field. It matches only valid JSON. Every other chunk is parsed: see `reade
 """
 
 import re
-from typing import NamedTuple
 
 import msgspec
 
@@ -60,7 +59,7 @@ _MAX_IDS_BYTES = len("[123456789]")
 _MAX_INDEX_DIGITS = 4
 
 
-class Piece(NamedTuple):
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """One sampled id of a choice."""
 
     choice: int
@@ -74,14 +73,11 @@ class Piece(NamedTuple):
     """The tokens so far, a JSON object."""
 
 
-class UsualChunk:
+class UsualChunk(msgspec.Struct, frozen=True, gc=False):
     """A chunk that matches the pattern."""
 
-    __slots__ = ("_groups",)
-
-    def __init__(self, groups: tuple[bytes, ...]) -> None:
-        """A match of the pattern, as its groups."""
-        self._groups = groups
+    groups: tuple[bytes, ...]
+    """Of the pattern."""
 
     @classmethod
     def match(cls, event: bytes) -> "UsualChunk | None":
@@ -91,7 +87,7 @@ class UsualChunk:
 
     def piece(self) -> Piece | None:
         """What was sampled; None if it is not one id with text and a log-probability, and nothing else."""
-        _, index, field, text, logprobs, number, more, _, ids, _, _, usage, _ = self._groups
+        _, index, field, text, logprobs, number, more, _, ids, _, _, usage, _ = self.groups
         if (
             field is None
             or number is None
@@ -109,7 +105,7 @@ class UsualChunk:
 
     def redacted(self, visible: Visible) -> bytes | None:
         """An event of the fields that the client requested; None if its reasoning is to be hidden."""
-        head, _, field, _, logprobs, _, _, middle, ids, end, usage, _, transfer = self._groups
+        head, _, field, _, logprobs, _, _, middle, ids, end, usage, _, transfer = self.groups
         if field != b"content" and not visible.reasoning:
             return None
         return b"".join(

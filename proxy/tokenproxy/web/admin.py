@@ -4,11 +4,10 @@ from typing import ClassVar
 
 from tokenproxy.base.errors import BadRequest, NotFound
 from tokenproxy.base.fields import parse, read
-from tokenproxy.base.http import Request, Response, json_response, query_value
+from tokenproxy.base.http import Request, Response, header, json_response, query_value
 from tokenproxy.base.urls import normalise_base_url, without_credentials
 from tokenproxy.fleet.admin_calls import ADMIN_CALLS, AdminCall
 from tokenproxy.fleet.membership import Membership
-from tokenproxy.formats.base import header
 from tokenproxy.turn.services import Services
 from tokenproxy.web.base import Route
 from tokenproxy.web.keys import KeyScope
