@@ -2,6 +2,11 @@ from tests.unit.fleet.conftest import Clock
 from tokenproxy.fleet.health import FIRST_OPEN_S, FORGIVEN_AFTER_S, LONGEST_OPEN_S, Breaker, BreakerState
 
 
+def _wait(clock: Clock, breaker: Breaker) -> None:
+    """Let the time pass for which it stays open, and more than a sum of floats may lack."""
+    clock.now += breaker.opens_for_s() + 1e-6
+
+
 def _opened(breaker: Breaker) -> int:
     """How many failures it takes to open it."""
     count = 1
@@ -23,7 +28,7 @@ def test_failures_in_a_row_open_it(clock: Clock) -> None:
 def test_a_trial_whose_client_left_is_no_trial(clock: Clock) -> None:
     breaker = Breaker(clock)
     _opened(breaker)
-    clock.now += breaker.opens_for_s()
+    _wait(clock, breaker)
     trial, earlier = object(), object()
     breaker.started(trial)
     breaker.started(earlier)
@@ -39,7 +44,7 @@ def test_each_time_it_stays_open_for_longer(clock: Clock) -> None:
     times = []
     for _ in range(10):
         times.append(breaker.opens_for_s())
-        clock.now += breaker.opens_for_s()
+        _wait(clock, breaker)
         breaker.started(object())
         assert breaker.failed("again", may_open=True), "one failed trial is enough"
     expected = [min(FIRST_OPEN_S * 2**k, LONGEST_OPEN_S) for k in range(10)]
@@ -49,7 +54,7 @@ def test_each_time_it_stays_open_for_longer(clock: Clock) -> None:
 def test_what_was_long_ago_is_forgiven(clock: Clock) -> None:
     breaker = Breaker(clock)
     _opened(breaker)
-    clock.now += breaker.opens_for_s()
+    _wait(clock, breaker)
     breaker.succeeded()
     clock.now += FORGIVEN_AFTER_S + 1
     _opened(breaker)
