@@ -12,7 +12,7 @@ A log-probability names its token by its text, or as `token_id:N` if the client 
 """
 
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -63,6 +63,7 @@ class Derender:
         self._prompt = msgspec.Raw(request.prompt_ids)
         self._prompt_tokens = ids.check(request.prompt_ids)
         self._has_images = bool(request.images)
+        self._before = request.sampled
         self._chat = msgspec.Raw(join(chat))
         self._model = fields.get("model", _NULL)
         self._choices = max(1, read(fields, "n", int) or 1)
@@ -89,7 +90,7 @@ class Derender:
         """
         generated = parse_response(body, GENERATE_PATH)
         sampled = _choices(generated, GENERATE_PATH)
-        text_ids = [self._text_ids(choice) for choice in sampled]
+        text_ids = [[*self._before, *self._text_ids(choice)] for choice in sampled]
         inputs = [
             _derender_input(choice, tokens or _PLACEHOLDER_IDS)
             for choice, tokens in zip(sampled, text_ids, strict=True)
@@ -112,6 +113,17 @@ class Derender:
         completion["choices"] = raw(choices)
         completion["prompt_token_ids"] = self._echo(generated)
         return BytesResponse(200, error_headers(headers), join(completion))
+
+    async def begin(self, sampled: Sequence[int]) -> dict[str, Any]:
+        """Parse ids that were sampled before the stream begins. Returns the delta that they give.
+
+        Raises:
+            EngineBroken: a response of derender is malformed.
+        """
+        source: Fields = {"index": raw(0), "token_ids": raw(sampled), "finish_reason": _NULL}
+        parsed = await self._derender_choice({}, source)
+        self._sampled.clear()
+        return read_response_field(parsed, "delta", dict[str, Any], DERENDER_PATH) or {}
 
     async def stream(self, response: Response) -> AsyncIterator[bytes]:
         """Convert a stream of the generate route into the stream of a chat completion.

@@ -65,6 +65,8 @@ class Capabilities:
     """How to send it images with exact ids; None if it takes none."""
     weight_versions: bool = False
     """Whether its choices tell on request which weights sampled each id, as those of vLLM from 0.33 on do."""
+    parses_ids: bool = False
+    """Whether its render, generate and derender routes are on: it then parses any ids as an answer."""
 
     def require_token_in(self) -> TokenIn:
         """How to send the engine an exact prompt.
@@ -100,9 +102,10 @@ async def discover(engine: Engine) -> Capabilities:
     if status == 500:
         raise EngineBroken(f"{engine.name} returned status 500 for {CHAT_PATH}; retrying later")
     token_in: TokenIn | None = None
+    parses_ids = await _parses_ids(engine)
     if completion.get("prompt_token_ids") == _PROBE_IDS:
         token_in = ChatTokenIn()
-    elif await _takes_ids_in_generate(engine):
+    elif parses_ids:
         token_in = GenerateTokenIn()
     names = tuple(model.name for model in models)
     version, rendered_fields, mode, images = await asyncio.gather(
@@ -113,7 +116,7 @@ async def discover(engine: Engine) -> Capabilities:
     )
     model = models[0] if models else None
     weights = _tells_weight_versions(completion)
-    return Capabilities(version, model, names, token_in, rendered_fields, mode, images, weights)
+    return Capabilities(version, model, names, token_in, rendered_fields, mode, images, weights, parses_ids)
 
 
 async def list_models(engine: Engine) -> list[Model]:
@@ -203,7 +206,7 @@ async def _logprobs_mode(engine: Engine) -> str:
     return mode if isinstance(mode, str) else ""
 
 
-async def _takes_ids_in_generate(engine: Engine) -> bool:
+async def _parses_ids(engine: Engine) -> bool:
     """Whether the render, generate and derender routes all respond with status 200."""
     chat = {"messages": [{"role": "user", "content": "."}], "max_tokens": 1}
     status, _ = await examine(engine, json_request(RENDER_PATH, chat))

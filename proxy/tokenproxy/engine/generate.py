@@ -71,6 +71,8 @@ class GenerateTokenIn:
             return rendered
         sampling = read_response_field(rendered, "sampling_params", Fields, RENDER_PATH) or {}
         derender = Derender(engine, request, chat, sampling)
+        if stream and request.sampled:
+            request.check(await derender.begin(request.sampled))
         body = join(_generate_fields(rendered, sampling, request))
         response = await engine.send(
             Request("POST", GENERATE_PATH, uncompressed_headers(request.headers), body, True)
@@ -106,7 +108,7 @@ def _generate_fields(rendered: Fields, sampling: Fields, request: TokenRequest) 
     """The generate request: the parameters that render resolved, and the exact prompt."""
     resolved = {
         "sampling_params": msgspec.Raw(join({"max_tokens": _DEFAULT_MAX_TOKENS, **sampling})),
-        "token_ids": msgspec.Raw(request.prompt_ids),
+        "token_ids": msgspec.Raw(request.begun),
         # render resolved it from the placeholder messages; null makes the engine decide by the exact prompt
         "reasoning_ended": msgspec.Raw(NULL),
     }

@@ -5,12 +5,13 @@ the server instead of comparing version numbers.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 
+from chat_tokenizer import ids
 from tokenproxy.base.errors import error_body
 from tokenproxy.base.fields import join, raw, read
 from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response
@@ -43,6 +44,15 @@ class TokenRequest:
     """The prompt with a single placeholder for each image; empty if it has no images."""
     images: Sequence[Image] = ()
     """The images of the prompt, in its order. Only the generate route takes them."""
+    sampled: Sequence[int] = ()
+    """Ids that were sampled after the prompt by an engine that broke off; this one goes on after them."""
+    check: Callable[[Mapping[str, Any]], None] = lambda parsed: None
+    """Gets the delta that an engine makes of `sampled`; raises EngineBroken if nothing may follow it."""
+
+    @property
+    def begun(self) -> bytes:
+        """The prompt and what was sampled after it, as a JSON array."""
+        return ids.concatenate(self.prompt_ids, ids.dump(self.sampled)) if self.sampled else self.prompt_ids
 
 
 class TokenIn(Protocol):
@@ -87,7 +97,7 @@ def chat_body(request: TokenRequest) -> bytes:
     fields = dict(request.fields)
     transfer = read(fields, "kv_transfer_params", Fields) or {}
     fields.setdefault("messages", _PLACEHOLDER_MESSAGES)
-    transfer["prompt_token_ids"] = msgspec.Raw(request.prompt_ids)
+    transfer["prompt_token_ids"] = msgspec.Raw(request.begun)
     fields["kv_transfer_params"] = msgspec.Raw(join(transfer))
     return join(fields)
 
