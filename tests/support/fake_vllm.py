@@ -199,6 +199,9 @@ class FakeVllm(FakeServer):
             {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids, "token_strs": strings}
         )
 
+    async def _detokenize(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+        return web.json_response({"prompt": self.model.decode(seen.json["tokens"])})
+
     def _render(self, body: dict[str, Any]) -> list[int]:
         rendered = {name: body[name] for name in self.rendered_fields if body.get(name) not in (None, "none")}
         kwargs = dict(body.get("chat_template_kwargs") or {})
@@ -314,7 +317,8 @@ class FakeVllm(FakeServer):
             return _error(400, refusal, "BadRequestError")
         made = derendered_chunk_of if body.get("stream") else derendered_of
         name = (body.get("generate_response") or body.get("generate_chunk"))["request_id"]
-        return web.json_response(made(self.model, self._generations[name], body))
+        # ids that it did not sample have no script
+        return web.json_response(made(self.model, self._generations.get(name, self.usual), body))
 
 
 _ROUTES = {  # by name, so that a subclass may replace one
@@ -322,6 +326,7 @@ _ROUTES = {  # by name, so that a subclass may replace one
     ("GET", "/version"): "_version",
     ("GET", "/v1/models"): "_models",
     ("POST", "/tokenize"): "_tokenize",
+    ("POST", "/detokenize"): "_detokenize",
     ("POST", "/v1/chat/completions"): "_chat",
     ("POST", "/v1/chat/completions/render"): "_render_chat",
     ("POST", "/inference/v1/generate"): "_generate",

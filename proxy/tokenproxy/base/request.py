@@ -39,6 +39,17 @@ EVERYTHING = Visible(ids=True, logprobs=True, usage=True, running_usage=True)
 """For a response that is passed on as it is."""
 
 
+class ResumePolicy(StrEnum):
+    """Which turns go on from the ids sampled so far after their engine broke off."""
+
+    FAILURES = "failures"
+    """Those whose engine died or whose connection broke."""
+    ALL = "all"
+    """Those that an engine aborted too, because its weights changed."""
+    OFF = "off"
+    """None."""
+
+
 class ThinkingPolicy(StrEnum):
     """What happens to the reasoning of earlier turns: values of the setting `thinking_policy`."""
 

@@ -51,6 +51,8 @@ class Effect(StrEnum):
     CALL = "call"
     """Anything: a method of the workers, which may load weights."""
     ADD_ADAPTER = "add_adapter"
+    ABORT = "abort"
+    """Requests end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ ADMIN_CALLS = (
     AdminCall(_POST, "/pause", "Pause all replicas", Effect.PAUSE),
     AdminCall(_POST, "/resume", "Resume all replicas", Effect.RESUME, leaves=True),
     AdminCall(_GET, "/is_paused", "Whether the replicas are paused"),
-    AdminCall(_POST, "/abort_requests", "Abort running requests", field="aborted"),
+    AdminCall(_POST, "/abort_requests", "Abort running requests", Effect.ABORT, field="aborted"),
     AdminCall(_POST, "/init_weight_transfer_engine", "Join the trainer's process group", Effect.JOIN),
     AdminCall(_POST, "/shutdown_weight_transfer_engine", "Leave the trainer's process group", Effect.LEAVE),
     AdminCall(_POST, "/start_weight_update", "Begin a weight update", Effect.START, leaves=True),

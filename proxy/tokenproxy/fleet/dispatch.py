@@ -191,11 +191,12 @@ class Run:
                 self._fleet.prefix_caches.note(prompt, replica.name)
         return begun
 
-    async def survived(self, problem: EngineBroken | None = None) -> bool:
+    async def survived(self, problem: EngineBroken | None = None, *, sampling: bool = False) -> bool:
         """Whether the request may run again after it failed on the replica.
 
         Args:
             problem: what counts against the replica, if its engine still responds.
+            sampling: whether the engine had sampled for it: then it is no suspect by that alone.
         """
         replica, digest = self.replica, self._routing.digest
         if await replica.confirm():
@@ -205,7 +206,7 @@ class Run:
         if digest is None:
             return True
         death = (replica.name, replica.discoveries)
-        return self._fleet.suspects.engine_died(digest(), death, alone=self._lease.alone)
+        return self._fleet.suspects.engine_died(digest(), death, alone=self._lease.alone and not sampling)
 
     async def _begun(self, response: Response) -> Response:
         """The response, its beginning read: itself for a stream, else the whole body.
@@ -245,7 +246,7 @@ class Run:
                 yield chunk
                 chunk = await anext(self._chunks, None)
         except EngineBroken as problem:
-            await self.survived(problem)
+            await self.survived(problem, sampling=True)
             raise
         except EngineTimeout as problem:
             self._fleet.failed(replica, problem)

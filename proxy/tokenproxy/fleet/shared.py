@@ -63,6 +63,8 @@ class FleetState(msgspec.Struct, frozen=True):
     """Names of the replicas in the trainer's process group; empty if it was not initialised."""
     failures: dict[str, Failure] = {}
     """Why replicas left service, by name."""
+    aborts: int = 0
+    """Counts the calls that abort requests: what they end is not resumed."""
     touched: float = 0.0
     """When the last step of an update was called, in seconds since the epoch. So each step changes the state:
     an update fails if that does not change for too long."""

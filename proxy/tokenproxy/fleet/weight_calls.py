@@ -147,7 +147,9 @@ class _Call:
         """Hold new requests back, or prepare their release."""
         weights, effect = self._weights, self._call.effect
         state = weights.state
-        if self._only:
+        if effect is Effect.ABORT:
+            await weights.change(replace(state, aborts=state.aborts + 1))
+        elif self._only:
             if effect in _UPDATES:
                 for replica in self.targets:
                     weights.changing(replica)

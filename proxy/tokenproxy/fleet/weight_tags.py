@@ -25,7 +25,10 @@ def unknown() -> None:
 class WeightTag:
     """The versions under which one turn is sampled on one replica."""
 
-    __slots__ = ("__weakref__", "_cuts", "_pending", "_uncertain", "before", "progress", "replica", "version")
+    __slots__ = (
+        "__weakref__", "_cuts", "_ended", "_pending", "_uncertain",
+        "before", "progress", "replica", "version",
+    )  # fmt: skip
 
     def __init__(
         self, version: str | None, replica: str = "", *, stream: bool, uncertain: bool = False
@@ -45,15 +48,22 @@ class WeightTag:
         """What had arrived when the positions of the streams were last noted during a pause."""
         self._uncertain = uncertain
         self._cuts: list[tuple[str, Positions | None]] = []
+        self._ended = False
         self._pending: tuple[str, Positions | None] | None = None
         """The version with which the replica resumes, and what had arrived when it was set."""
 
+    def end(self) -> None:
+        """Nothing more is sampled under the tag: what changes from now on does not concern it."""
+        self._ended = True
+
     def changing(self) -> None:
         """The weights change from now on while the turn may be sampled."""
-        self._uncertain = True
+        self._uncertain |= not self._ended
 
     def named(self, version: str, *, paused: bool) -> None:
         """The replica has another version from now on. While it is paused, it samples nothing."""
+        if self._ended:
+            return
         if paused:
             self._pending = (version, self.progress())
         elif version != self._latest:

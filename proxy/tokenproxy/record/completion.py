@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tokenproxy.record.turn import Alternatives, WeightSpan
+from tokenproxy.record.turn import Alternatives, Segment, WeightSpan
 from tokenproxy.record.vocabulary import BROKEN_OFF, Problem
 
 
@@ -35,6 +35,10 @@ class SampledChoice:
     weight_versions: tuple[WeightSpan, ...] = ()
     weights_uncertain: bool = False
     """As `Turn.weights_uncertain`."""
+    segments: tuple[Segment, ...] = ()
+    """As `Turn.segments`."""
+    began_anew: tuple[str, ...] = ()
+    """As `Turn.began_anew`."""
     routed_experts: str | None = None
     raw_ids: bytes = b""
     """`ids` as a compact JSON array; empty if they were not kept in this form."""

@@ -278,6 +278,8 @@ def _new_turn(
         problem=problem or "",
         weight_versions=choice.weight_versions,
         weights_uncertain=choice.weights_uncertain,
+        segments=choice.segments,
+        began_anew=choice.began_anew,
         routed_experts=choice.routed_experts,
         routed_experts_start=request.routed_experts_start if choice.routed_experts else 0,
         sampling_mask=_pack_mask(choice.sampling_mask, count),

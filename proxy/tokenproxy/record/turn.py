@@ -57,6 +57,18 @@ class WeightSpan(msgspec.Struct, frozen=True, array_like=True):
     end: int
 
 
+class Segment(msgspec.Struct, frozen=True):
+    """What one engine sampled of a turn without a break."""
+
+    replica: str
+    """Name of the replica."""
+    start: int
+    end: int
+    """Its ids are `completion[start:end]`."""
+    ended: str = ""
+    """Why it ended; empty for the last one, which ended as the turn did."""
+
+
 class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sampled completion, as the difference to the turn it continues; n > 1 makes n of them."""
 
@@ -119,6 +131,10 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     weight_versions: tuple[WeightSpan, ...] = ()
     weights_uncertain: bool = False
     """Whether each id was sampled with one of `weight_versions`, and it is not known with which."""
+    segments: tuple[Segment, ...] = ()
+    """If the turn was resumed, what was sampled where; an empty one stands for ids that were dropped."""
+    began_anew: tuple[str, ...] = ()
+    """Fields of the request, such as `presence_penalty`, that took no note of the segments before."""
     routed_experts: str | None = None
     """As the engine returned it (base64 of an .npy array)."""
     routed_experts_start: int = 0

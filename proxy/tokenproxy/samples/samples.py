@@ -22,9 +22,10 @@ from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from tokenproxy.record.store import Session
-from tokenproxy.record.turn import Turn, WeightSpan, unpack_ids, unpack_logprobs
+from tokenproxy.record.turn import Segment, Turn, WeightSpan, unpack_ids, unpack_logprobs
 from tokenproxy.samples.classes import UNKNOWN, classes_of, selected
 from tokenproxy.samples.tree import TurnTree, last_request, parsed
 
@@ -61,6 +62,10 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     """[version, start, end] in coordinates of `completion_ids`."""
     weights_uncertain: bool = False
     """As `Turn.weights_uncertain`."""
+    segments: list[Segment] = []
+    """Of a turn that was resumed: where its ids were sampled, in coordinates of `completion_ids`."""
+    began_anew: tuple[str, ...] = ()
+    """As `Turn.began_anew`."""
     routed_experts: str | None = None
     """As the engine returned it for this turn (base64 of an .npy array)."""
     routed_experts_start: int = 0
@@ -80,7 +85,7 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
 UNCHANGED = (
     *("source", "reason", "finish_reason", "stop_reason", "temperature", "logprobs_mode"),
     *("weights_uncertain", "routed_experts", "routed_experts_start"),
-    *("agent", "parent_agent", "requested_model"),
+    *("agent", "parent_agent", "requested_model", "began_anew"),
 )
 """The fields of a turn that its span holds as they are."""
 
@@ -343,6 +348,7 @@ def _span(turn: Turn, start: int, trained: bool, request_class: str, reward: flo
         weight_versions=[
             WeightSpan(span.version, start + span.start, start + span.end) for span in turn.weight_versions
         ],
+        segments=[replace(each, start=start + each.start, end=start + each.end) for each in turn.segments],
         sampling_mask=_mask(turn),
         request_class=request_class,
         **{name: getattr(turn, name) for name in UNCHANGED},

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self, get_origin
 
 from pydantic import BaseModel, Field, SecretStr, ValidationInfo, field_validator, model_validator
 
-from tokenproxy.base.request import ThinkingPolicy
+from tokenproxy.base.request import ResumePolicy, ThinkingPolicy
 from tokenproxy.base.urls import normalise_upstream, read_upstreams
 from tokenproxy.settings.flags import Flag
 
@@ -84,6 +84,11 @@ class EngineSettings(_Group):
         default=False,
         description="send the version of the weights as cache_salt with each request that has none, so that "
         "no prefix of older weights is reused",
+    )
+    resume: ResumePolicy = Field(
+        default=ResumePolicy.FAILURES,
+        description="which turns go on from the ids sampled so far when their engine breaks off: after "
+        "`failures` of engines, `all` (aborts by weight updates too), or `off`",
     )
     watch_interval_s: float = Field(
         default=5.0,

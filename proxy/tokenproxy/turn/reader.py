@@ -17,6 +17,7 @@ from tokenproxy.record.turn import WeightSpan, pack_ids
 from tokenproxy.record.vocabulary import ABORTED
 from tokenproxy.turn import wire
 from tokenproxy.turn.parsing import Parsed
+from tokenproxy.turn.rest import Rest
 from tokenproxy.turn.usual_chunk import Piece
 
 _PACKED_FROM_BYTES = 2048
@@ -183,6 +184,21 @@ class CompletionReader:
             return None
         return {index: len(choice.ids or ()) for index, choice in self._choices.items()}
 
+    def rests(self) -> list[Rest]:
+        """What is left of the choices that have not ended; without a prompt where their ids are unknown."""
+        found: list[Rest] = []
+        for index in range(self.expected):
+            choice = self._choices.get(index) or _StreamedChoice(SampledChoice(index))
+            if not choice.closed:
+                prompt = b"" if choice.without_ids else self._echo_of(index).ids or b""
+                found.append(Rest(index, prompt, list(choice.ids or ()), choice.message))
+        return found
+
+    @property
+    def sampled(self) -> int:
+        """Number of sampled ids that arrived, in all choices."""
+        return sum(len(choice.ids or ()) for choice in self._choices.values())
+
     @property
     def complete(self) -> bool:
         """Whether all choices have ended."""
@@ -296,7 +312,7 @@ class _StreamedChoice:
         """The choice as far as it arrived. Its ids are None if some of its text arrived without ids."""
         self.closed = True
         sampled = self.sampled
-        sampled.message = self._message()
+        sampled.message = self.message
         if self.usage is not None and (counted := wire.completion_tokens(self.usage)) is not None:
             sampled.counted = counted
         sampled.finish_reason = sampled.finish_reason or ABORTED
@@ -317,7 +333,9 @@ class _StreamedChoice:
         if piece.arguments is not None:
             function["arguments"] = function.get("arguments", "") + piece.arguments
 
-    def _message(self) -> dict[str, Any]:
+    @property
+    def message(self) -> dict[str, Any]:
+        """The message so far."""
         message: dict[str, Any] = {"role": "assistant", "content": None}
         message |= {name: "".join(texts) for name, texts in self._texts.items()}
         if self._calls:

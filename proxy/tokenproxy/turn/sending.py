@@ -24,13 +24,14 @@ from tokenproxy.monitoring.exchange import running_exchange, span
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.monitoring.spans import Span, Value
 from tokenproxy.record.claims import Claims
-from tokenproxy.record.completion import Completion
+from tokenproxy.record.completion import Completion, SampledChoice
 from tokenproxy.record.given import plan_given, plan_prefix
 from tokenproxy.record.images import single_placeholders
 from tokenproxy.record.plan import PromptPlan, ServedModel
-from tokenproxy.record.turn import WeightSpan
+from tokenproxy.record.turn import Segment, WeightSpan
 from tokenproxy.record.vocabulary import Reason, Source
 from tokenproxy.turn.required_prefix import render_with_prefix
+from tokenproxy.turn.rest import Rest, begun_anew, check_text, constrained, rest_fields
 from tokenproxy.turn.services import Services
 
 _IMAGE_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs")
@@ -42,6 +43,24 @@ _SESSION_HEADER = b"x-session-id"
 _TRUE = msgspec.Raw(b"true")
 _NO_ALTERNATIVES = msgspec.Raw(b"0")
 """The number of alternatives with which the log-probabilities of sampled ids are requested."""
+
+
+@dataclass(slots=True)
+class _Part:
+    """A segment of a turn, before it is known how many ids its choices have."""
+
+    tag: WeightTag
+    """Of all choices that have none in `tags`."""
+    starts: Mapping[int, int]
+    """Number of ids that were sampled before it, by the index of the choice; a missing choice has none."""
+    ended: str = ""
+    """As `Segment.ended`."""
+    tags: dict[int, WeightTag] = field(default_factory=dict)
+    """Of the choices that were resumed, by their index."""
+
+    def tag_of(self, choice: int) -> WeightTag:
+        """The tag of a choice, given its index."""
+        return self.tags.get(choice, self.tag)
 
 
 @dataclass(slots=True)
@@ -59,6 +78,12 @@ class PlannedTurn:
     """The versions of the weights that sample it; only after it was sent."""
     hides_weights: bool = field(init=False, default=False)
     """Whether the engine was asked which weights sampled its ids, and not by the client."""
+    aborts: int = field(init=False, default=0)
+    """`FleetState.aborts` when it was sent."""
+    parses_ids: bool = field(init=False, default=False)
+    """Whether the engine of `send_rest` parses the ids from before the break too."""
+    _parts: list[_Part] = field(init=False, default_factory=list)
+    """The segments that ended, and the one that runs, of a turn that was resumed."""
 
     async def send(self, replica: Replica) -> Response:
         """Send the turn to a replica.
@@ -67,18 +92,7 @@ class PlannedTurn:
             Unavailable: the fleet serves another model since the turn was planned.
             ApiError: as `Engine.send`.
         """
-        if self.model is not self.services.fleet.model and self.model.difference(replica):
-            raise Unavailable("the fleet serves another model since this request began: send it again")
-        self.replica = replica
-        self.tag = self.services.fleet.weights.begin(replica, stream=self.request.stream)
-        request, plan, services = self.request, self.plan, self.services
-        recorded = plan.placement.conversation is not None
-        fields = _request_for_engine(request, evidence=recorded or request.visible.on_messages)
-        if services.settings.cache_salt_by_version and replica.weight_version is not None:
-            fields.setdefault("cache_salt", raw(replica.weight_version))
-        self.hides_weights = recorded and self._asks_weights(replica)
-        if self.hides_weights:
-            fields[_ASKS_WEIGHTS] = _TRUE
+        fields, request, plan = self._begin(replica), self.request, self.plan
         headers, route = _headers(request, plan), request.engine_route
         if plan.prompt and route is EngineRoute.CHAT:
             response = await self._send_ids(replica, fields, headers)
@@ -88,6 +102,56 @@ class PlannedTurn:
             if response.status == _BAD_REQUEST and route in _PROMPT_FIELDS:
                 response = await rename_errors(response, _PROMPT_FIELDS[route])
         return response
+
+    async def send_rest(self, rest: Rest, replica: Replica) -> Response:
+        """Send what is left of one choice after a break.
+
+        Raises:
+            EngineBroken: what the engine makes of the ids so far is not what the client got.
+            Unavailable, ApiError: as `send`.
+        """
+        fields = rest_fields(self._begin(replica), len(rest.sampled))
+        self._parts[-1].tags[rest.choice] = self.tag
+        capabilities = replica.require_capabilities()
+        self.parses_ids = capabilities.parses_ids and bool(rest.sampled)
+        token_in = GenerateTokenIn() if self.parses_ids else capabilities.require_token_in()
+        if rest.sampled and not self.parses_ids:
+            await check_text(replica.engine, rest)
+        self.tag.progress = unknown
+        headers = _headers(self.request, self.plan)
+        completion = TokenRequest(rest.prompt, fields, headers, sampled=rest.sampled, check=rest.check)
+        return await token_in.complete(replica.engine, completion)
+
+    def end_segment(self, sampled: Mapping[int, int], why: str) -> None:
+        """The engine broke off: what is sampled from now on belongs to another segment.
+
+        Args:
+            sampled: number of the ids so far of each choice that has not ended.
+            why: why it broke off.
+        """
+        self._parts = self._parts or [_Part(self.tag, {})]
+        self._parts[-1].ended = why
+        for tag in (self._parts[-1].tag, *self._parts[-1].tags.values()):
+            tag.end()
+        self._parts.append(_Part(self.tag, sampled))
+
+    def _begin(self, replica: Replica) -> Fields:
+        """The fields of the request for a replica, to which it is about to be sent."""
+        if self.model is not self.services.fleet.model and self.model.difference(replica):
+            raise Unavailable("the fleet serves another model since this request began: send it again")
+        request, plan, services = self.request, self.plan, self.services
+        self.replica, weights = replica, services.fleet.weights
+        self.tag, self.aborts = weights.begin(replica, stream=request.stream), weights.state.aborts
+        if self._parts:
+            self._parts[-1].tag = self.tag
+        recorded = plan.placement.conversation is not None
+        fields = _request_for_engine(request, evidence=recorded or request.visible.on_messages)
+        if services.settings.cache_salt_by_version and replica.weight_version is not None:
+            fields.setdefault("cache_salt", raw(replica.weight_version))
+        self.hides_weights = recorded and self._asks_weights(replica)
+        if self.hides_weights:
+            fields[_ASKS_WEIGHTS] = _TRUE
+        return fields
 
     async def _send_ids(self, replica: Replica, fields: Fields, headers: Headers) -> Response:
         """Send a chat completion whose prompt is exact ids."""
@@ -117,12 +181,34 @@ class PlannedTurn:
         )
 
     async def add_weights(self, completion: Completion) -> None:
-        """Add the versions of the weights to choices that ended, unless the engine reported them."""
+        """Add their segments to choices that ended, and the weights that no engine reported."""
         await self.services.fleet.weights.confirm(self.tag)
         for choice in completion.choices:
-            if not choice.weight_versions:
+            if self._parts:
+                self._add_segments(choice)
+            elif not choice.weight_versions:
                 spans, choice.weights_uncertain = self.tag.spans(choice.index, len(choice.ids or ()))
                 choice.weight_versions = tuple(WeightSpan(*span) for span in spans)
+
+    def _add_segments(self, choice: SampledChoice) -> None:
+        """Add its segments and their weights to a choice of a turn that was resumed."""
+        index, count, told = choice.index, len(choice.ids or ()), choice.weight_versions
+        starts = [part.starts.get(index, count) if part.starts else 0 for part in self._parts]
+        segments: list[Segment] = []
+        weights: list[WeightSpan] = []
+        for part, start, end in zip(self._parts, starts, [*starts[1:], count], strict=True):
+            if start == end and end:
+                continue  # this choice had ended
+            tag = part.tag_of(index)
+            segments.append(Segment(tag.replica, start, end, part.ended))
+            reported = [span for span in told if start <= span.start < end]
+            if not reported:
+                spans, uncertain = tag.spans(index, end - start)
+                reported = [WeightSpan(version, start + at, start + to) for version, at, to in spans]
+                choice.weights_uncertain |= uncertain
+            weights += reported
+        choice.segments, choice.weight_versions = tuple(segments), tuple(weights)
+        choice.began_anew = begun_anew(self.request.fields) if len(segments) > 1 else ()
 
     def routing(self) -> Routing:
         """The facts by which the fleet chooses a replica."""
@@ -211,7 +297,7 @@ def _request_for_engine(request: ChatRequest, *, evidence: bool) -> Fields:
         case EngineRoute.CHAT:
             if raw_value(fields, "top_logprobs") in (None, b"0"):
                 fields["logprobs"] = _TRUE
-            if not request.visible.reasoning and not _constrained(fields):
+            if not request.visible.reasoning and not constrained(fields):
                 # else vLLM hides ids too; the redactor removes the reasoning
                 fields["include_reasoning"] = _TRUE
         case EngineRoute.COMPLETIONS:
@@ -226,13 +312,6 @@ def _request_for_engine(request: ChatRequest, *, evidence: bool) -> Fields:
         usage = {"include_usage": _TRUE, "continuous_usage_stats": _TRUE}
         fields["stream_options"] = msgspec.Raw(join({**stream_options(fields), **usage}))
     return fields
-
-
-def _constrained(fields: Fields) -> bool:
-    """Whether a grammar constrains the completion; vLLM then reads `include_reasoning` to apply it."""
-    names = ("response_format", "structured_outputs")
-    free = (None, b'"none"', b'"auto"')
-    return any(raw_value(fields, name) for name in names) or raw_value(fields, "tool_choice") not in free
 
 
 def _headers(request: ChatRequest, plan: PromptPlan) -> Headers:

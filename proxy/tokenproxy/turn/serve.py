@@ -21,6 +21,7 @@ from tokenproxy.turn import parsing
 from tokenproxy.turn.answer import Answer, Redactor, StreamedAnswer
 from tokenproxy.turn.reader import read_completion
 from tokenproxy.turn.required_prefix import PrefixRefused
+from tokenproxy.turn.resume import Resume
 from tokenproxy.turn.sending import add_prompt_headers, count_plan, plan_turn
 from tokenproxy.turn.services import Services
 from tokenproxy.turn.stream import RecordedStream
@@ -74,10 +75,16 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
             answer.turn_id = plan.placement.turn_id
         if not isinstance(response, BytesResponse) and isinstance(answer, StreamedAnswer):
             await recording.announce()
-            return RecordedStream(response, answer, recording, attempt, stack.pop_all(), tag)
+            cleanup = stack.pop_all()
+            resume = Resume(turn, recording, cleanup)
+            return RecordedStream(response, answer, recording, attempt, cleanup, tag, resume)
         body = await response.read()
-        read = partial(_read, body, plan, answer)
-        completion, shown = read() if len(body) < _READ_ON_THREAD_BYTES else await services.encoders.run(read)
+        completion, shown = await _read(body, plan, answer, services)
+        if completion.broken_off:
+            resume = Resume(turn, recording, stack)
+            while (rests := await resume.aborted(completion)) and (more := await resume.whole(body, rests)):
+                body = more
+                completion, shown = await _read(body, plan, answer, services)
         await recording.add(completion)
         if isinstance(shown, ApiError):
             raise shown
@@ -89,7 +96,16 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
         return BytesResponse(response.status, response.headers, shown)
 
 
-def _read(body: bytes, plan: PromptPlan, answer: Answer) -> tuple[Completion, bytes | ApiError]:
+async def _read(
+    body: bytes, plan: PromptPlan, answer: Answer, services: Services
+) -> tuple[Completion, bytes | ApiError]:
+    """As `_read_now`, on a thread if it is long."""
+    if len(body) < _READ_ON_THREAD_BYTES:
+        return _read_now(body, plan, answer)
+    return await services.encoders.run(partial(_read_now, body, plan, answer))
+
+
+def _read_now(body: bytes, plan: PromptPlan, answer: Answer) -> tuple[Completion, bytes | ApiError]:
     """What is recorded of a whole completion, and what its client gets, which may be an error."""
     batch = plan.batch
     parsed = parsing.parse(body, tokens=answer.reads_tokens, whole=True, one_prompt=batch is None)

@@ -6,17 +6,22 @@ from contextlib import AsyncExitStack
 from functools import partial
 from time import monotonic
 
-from tokenproxy.base.errors import ApiError, EngineBroken
+from tokenproxy.base.errors import ApiError, EngineBroken, EngineTimeout
+from tokenproxy.base.fields import raw
 from tokenproxy.base.http import Response
-from tokenproxy.engine.sse import event_data, split_events
+from tokenproxy.engine.sse import data_event, event_data, split_events
 from tokenproxy.fleet.weight_tags import WeightTag
 from tokenproxy.record.recorder import Recording
 from tokenproxy.record.retries import KEPT_BYTES, Attempt
-from tokenproxy.turn import parsing
+from tokenproxy.record.vocabulary import ABORTED
+from tokenproxy.turn import parsing, wire
 from tokenproxy.turn.answer import DONE, StreamedAnswer
 from tokenproxy.turn.reader import CompletionReader
+from tokenproxy.turn.rest import split_end
+from tokenproxy.turn.resume import Resume
 from tokenproxy.turn.usual_chunk import Piece, UsualChunk
 
+_CHUNK = "chat.completion.chunk"
 _QUIET_S = 0.05
 """A stream to which nothing was added for so long has no event on its way from an engine that is paused."""
 _USAGE_S = 0.05
@@ -39,6 +44,7 @@ class RecordedStream:
         attempt: Attempt,
         cleanup: AsyncExitStack,
         tag: WeightTag,
+        resume: Resume,
         *,
         usage_s: float = _USAGE_S,
     ) -> None:
@@ -48,6 +54,7 @@ class RecordedStream:
             response: its chunks end where events end, as those of `Fleet.send` do.
             cleanup: closed with the stream. It closes the response.
             tag: learns where in the stream the weights changed.
+            resume: goes on with the turn if its engine breaks off.
             usage_s: how long the event that ends the last turn waits for the usage.
         """
         self.status = response.status
@@ -60,6 +67,13 @@ class RecordedStream:
         self._recording = recording
         self._attempt = attempt
         self._cleanup = cleanup
+        self._resume = resume
+        self._first: wire.Completion | None = None
+        """The first chunk: its fields are those of all."""
+        self._aborted = False
+        """Whether they say that the engine aborted a choice."""
+        self._ends: list[bytes] = []
+        """Events with which the engine breaks off. They are handled if the turn does not go on."""
         self._usage_s = usage_s
         self._sent: list[bytes] | None = [] if attempt.retriable else None
         """The bytes kept for a retry; None if they are too long, or if no retry is possible."""
@@ -81,7 +95,17 @@ class RecordedStream:
             Unavailable: the response is not stored, and its client could not go on without that.
         """
         try:
-            async for block in self._blocks:
+            while True:
+                try:
+                    block = await anext(self._blocks)
+                except StopAsyncIteration:
+                    if not await self._goes_on("ended"):
+                        break
+                    continue
+                except (EngineBroken, EngineTimeout):
+                    if not await self._goes_on("broken"):
+                        raise
+                    continue
                 self._waiting_since = None
                 for event in split_events(block):
                     if (work := self._add(event)) is not None:
@@ -96,7 +120,7 @@ class RecordedStream:
                     yield await self._release()
             if held := await self._release():
                 yield held
-            if not (self._done or self._reader.complete or self._reader.failed):
+            if not self._is_over:
                 raise EngineBroken("the engine ended its stream before the turn ended")
         except ApiError as error:
             if last := await self._release() + self._answer.broken(error):
@@ -121,6 +145,42 @@ class RecordedStream:
         since = self._waiting_since
         return self._reader.progress() if since is not None and monotonic() - since >= _QUIET_S else None
 
+    @property
+    def _is_over(self) -> bool:
+        return self._done or self._reader.complete or self._reader.failed
+
+    async def _goes_on(self, why: str) -> bool:
+        """Whether blocks follow after a break: of the next engine, or the events that were held."""
+        if self._is_over:
+            return False
+        held, self._ends = self._ends, []
+        rests, first = self._reader.rests(), self._first
+        if held:
+            why = ABORTED if self._aborted else "error"
+        asked = why == ABORTED and await self._resume.was_asked()
+        if first is not None and not asked and self._resume.goes_on(rests, why):
+            names = {"id": first.id, "object": _CHUNK, "created": first.created, "model": first.model}
+            head = {name: raw(value) for name, value in names.items()}
+            ended = self._reader.sampled - sum(len(rest.sampled) for rest in rests)
+            self._blocks = _Blocks(self._resume.events(rests, head, ended))
+            return True
+        self._resume.give_up()
+        self._blocks = _Blocks(_each(held))
+        return bool(held)
+
+    def _without_end(self, event: bytes, read: parsing.Parsed) -> parsing.Parsed | None:
+        """Hold the end of a chunk with which the engine breaks off. Returns its rest; None if it has none."""
+        completion = read.completion
+        if not completion.choices:
+            self._ends.append(event)  # an error, or the usage of a turn that may go on
+            return None
+        self._aborted = True
+        chunk, end = split_end(event_data(event) or b"{}")
+        self._ends.append(data_event(end))
+        if any(choice.token_ids or any(choice.said.values()) for choice in completion.choices):
+            return parsing.parse(chunk, tokens=self._answer.reads_tokens)
+        return None
+
     def _add(self, event: bytes) -> Callable[[], Awaitable[None]] | None:
         """Read an event, and write what the client gets of it.
 
@@ -138,9 +198,18 @@ class RecordedStream:
         if data is None:
             self._ready.append(event)  # a comment, which keeps the connection alive
             return None
+        if data == DONE and self._ends:
+            self._ends.append(event)
+            return None
         if data == DONE:
             return self._end
         parsed = parsing.parse(data, tokens=self._answer.reads_tokens, one_prompt=self._reader.batch is None)
+        self._first = self._first or parsed.completion
+        if self._resume.covers(parsed.completion) or (self._ends and not parsed.completion.choices):
+            rest = self._without_end(event, parsed)
+            if rest is None:
+                return None
+            event, usual, parsed = data_event(rest.cut.rest), None, rest
         self._reader.read(parsed.completion)
         if self._reader.has_ended:
             return partial(self._end_choices, event, usual, parsed)
@@ -196,6 +265,11 @@ class RecordedStream:
             if self._sent_bytes > KEPT_BYTES:
                 self._sent = None
         return event
+
+
+async def _each(blocks: list[bytes]) -> AsyncIterator[bytes]:
+    for block in blocks:
+        yield block
 
 
 class _Blocks:

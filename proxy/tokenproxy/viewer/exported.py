@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from tokenproxy.record.store import Session
 from tokenproxy.record.turn import PromptImage, Turn, WeightSpan, pack_ids, pack_logprobs, request_time
@@ -140,6 +141,10 @@ def _turns(sample: Sample) -> Iterator[Turn]:
             weight_versions=tuple(
                 WeightSpan(each.version, each.start - span.start, each.end - span.start)
                 for each in span.weight_versions
+            ),
+            segments=tuple(
+                replace(each, start=each.start - span.start, end=each.end - span.start)
+                for each in span.segments
             ),
             request_class=span.request_class,
             **{name: getattr(span, name) for name in UNCHANGED},

@@ -46,6 +46,19 @@ class _Response:
         """Nothing to close."""
 
 
+class _NeverResumed:
+    """A turn that does not go on after a break."""
+
+    def covers(self, completion: object) -> bool:
+        return False
+
+    def goes_on(self, rests: object, why: str) -> bool:
+        return False
+
+    def give_up(self) -> None:
+        """Nothing to give up."""
+
+
 class _Recording:
     """Notes the number of choices whenever something is recorded, and of cached ids where they are known."""
 
@@ -87,6 +100,7 @@ def _stream(recording: _Recording, *blocks: _Block, usage_s: float = _LONG_S) ->
         cast(Any, SimpleNamespace(retriable=False)),
         AsyncExitStack(),
         WeightTag(None, stream=True),
+        cast(Any, _NeverResumed()),
         usage_s=usage_s,
     )
 

@@ -1,0 +1,265 @@
+"""A turn whose engine breaks off goes on from the ids sampled so far: one answer, one recorded turn."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.fake_vllm import Canned, FakeVllm, Reply, Variant, data_of
+from tests.support.talk import CHAT, GENERATE, user
+from tests.support.tiny_model import SPLIT, TinyModel
+from tests.support.utils import run_proxy, wait_until
+
+_EVIDENCE = {"return_token_ids": True, "logprobs": True, "stream_options": {"include_usage": True}}
+_JSON = {"content-type": "application/json"}
+_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+_BOTH = pytest.mark.parametrize("variant", [Variant.CHAT, Variant.SCALE_OUT], ids=str)
+
+
+@dataclass
+class Two:
+    """Two engines, and a client of the proxy before them."""
+
+    engines: list[FakeVllm]
+    client: httpx.Client
+
+    def script(self, *replies: Reply) -> None:
+        """How the next generations go, whichever engine gets them."""
+        left = list(replies)
+
+        class Shared(list[Reply]):
+            def popleft(self) -> Reply:
+                return left.pop(0)
+
+            def __bool__(self) -> bool:
+                return bool(left)
+
+        for engine in self.engines:
+            engine.replies = Shared()  # type: ignore[assignment]
+
+    def generated(self) -> list[tuple[list[int], Any]]:
+        """The prompts of ids that the engines got, and the numbers of ids that they may sample after them."""
+        found = []
+        for engine in self.engines:
+            for seen in engine.generations(CHAT, GENERATE):
+                body = seen.json
+                ids = body.get("token_ids") or (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
+                found.append((ids, body.get("sampling_params", body).get("max_tokens")))
+        return sorted((each for each in found if each[0]), key=lambda each: len(each[0]))
+
+
+@contextmanager
+def _two(model: TinyModel, variant: Variant, **settings: Any) -> Iterator[Two]:
+    with (
+        FakeVllm(model, variant) as one,
+        FakeVllm(model, variant) as other,
+        run_proxy([one, other], store="memory:", **settings) as client,
+    ):
+        yield Two([one, other], client)
+
+
+def _turn(client: httpx.Client, session: str) -> dict[str, Any]:
+    [sample] = client.get(f"/v1/sessions/{session}/samples").json()["samples"]
+    [turn] = sample["turns"]
+    return {**turn, "ids": sample["completion_ids"], "prompt": sample["prompt_ids"]}
+
+
+@_BOTH
+@pytest.mark.parametrize("how", ["reset", "close"])
+def test_a_stream_goes_on_elsewhere(tiny_model: TinyModel, variant: Variant, how: Any) -> None:
+    with _two(tiny_model, variant) as two:
+        two.script(Reply(ids=SPLIT, break_at=3, how=how), Reply(ids=SPLIT[2:]))
+        body = {"messages": [user("Hi")], "stream": True, "max_tokens": 50, "min_tokens": 3, **_EVIDENCE}
+        answer = two.client.post(CHAT, json=body, headers={"x-session-id": "s"})
+        chunks = list(data_of(answer.content))
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        assert [id for choice in choices for id in choice.get("token_ids") or ()] == list(SPLIT)
+        text = "".join(choice["delta"].get("content") or "" for choice in choices)
+        assert text.removesuffix("<|im_end|>") == "hello"
+        assert len({chunk["id"] for chunk in chunks}) == 1
+        assert chunks[-1]["usage"]["completion_tokens"] == len(SPLIT)
+        [prompt] = [chunk["prompt_token_ids"] for chunk in chunks if chunk.get("prompt_token_ids")]
+        assert chunks[-1]["usage"]["prompt_tokens"] == len(prompt)
+        assert two.generated()[-1] == ([*prompt, *SPLIT[:2]], 48)
+        turn = _turn(two.client, "s")
+        assert (turn["ids"], turn["prompt"], turn["finish_reason"]) == (list(SPLIT), prompt, "stop")
+        assert not turn.get("problem")
+        assert [(each["start"], each["end"]) for each in turn["segments"]] == [(0, 2), (2, len(SPLIT))]
+
+
+@_BOTH
+def test_an_abort_goes_on_only_where_that_is_set(tiny_model: TinyModel, variant: Variant) -> None:
+    for policy, goes_on in (("all", True), ("failures", False)):
+        with _two(tiny_model, variant, resume=policy) as two:
+            for stream in (False, True):
+                two.script(Reply(ids=SPLIT[:3], finish="abort"), Reply(ids=SPLIT[3:]))
+                body = {"messages": [user("Hi")], "stream": stream}
+                answer = two.client.post(CHAT, json=body, headers={"x-session-id": f"s{stream}"})
+                assert answer.status_code == 200
+                turn = _turn(two.client, f"s{stream}")
+                expected = list(SPLIT) if goes_on else list(SPLIT[:3])
+                assert (turn["ids"], turn["finish_reason"]) == (expected, "stop" if goes_on else "abort")
+
+
+def test_an_abort_that_somebody_asked_for_stays_one(tiny_model: TinyModel) -> None:
+    with _two(tiny_model, Variant.CHAT, resume="all") as two:
+        for engine in two.engines:
+            engine.canned["/abort_requests"] = Canned(b'{"aborted": 1}', 200, _JSON)
+        two.script(Reply(ids=SPLIT[:3], finish="abort", hold_at=2))
+        body = {"messages": [user("Hi")], "stream": True}
+        with two.client.stream("POST", CHAT, json=body, headers={"x-session-id": "s"}) as answer:
+            wait_until(lambda: sum(engine.held for engine in two.engines))
+            assert two.client.post("/abort_requests", json={"abort_all": True}).status_code == 200
+            for engine in two.engines:
+                engine.release()
+            chunks = list(data_of(answer.read()))
+        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "abort"
+        turn = _turn(two.client, "s")
+        assert (turn["ids"], turn["finish_reason"], turn["segments"]) == (list(SPLIT[:3]), "abort", [])
+
+
+@_BOTH
+def test_each_choice_goes_on(tiny_model: TinyModel, variant: Variant) -> None:
+    """The second has ended when the engine breaks off, or both are cut."""
+    for ended in (True, False):
+        with _two(tiny_model, variant) as two:
+            other = Reply(ids=SPLIT[-2:]) if ended else Reply(ids=SPLIT)
+            rests = [Reply(ids=SPLIT[2:])] if ended else [Reply(ids=SPLIT[2:]), Reply(ids=SPLIT[2:])]
+            # events: the roles, and then one for each choice and position
+            two.script(Reply(ids=SPLIT, others=(other,), break_at=5), *rests)
+            body = {"messages": [user("Hi")], "stream": True, "n": 2, **_EVIDENCE}
+            answer = two.client.post(CHAT, json=body, headers={"x-session-id": "s"})
+            chunks = list(data_of(answer.content))
+            ids: dict[int, list[int]] = {0: [], 1: []}
+            for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+                ids[choice["index"]] += choice.get("token_ids") or []
+            assert ids == {0: list(SPLIT), 1: list(other.ids)}, (ended, answer.text)
+            assert chunks[-1]["usage"]["completion_tokens"] == len(SPLIT) + len(other.ids)
+            samples = two.client.get("/v1/sessions/s/samples").json()["samples"]
+            assert sorted(sample["completion_ids"] for sample in samples) == sorted(ids.values())
+            assert not [turn for sample in samples for turn in sample["turns"] if turn.get("problem")]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"stop": ["x"]},
+        {"tools": [_TOOL], "tool_choice": "required"},
+    ],
+    ids=str,
+)
+def test_what_cannot_go_on_is_sampled_anew_or_ends_with_an_error(
+    tiny_model: TinyModel, fields: dict[str, Any]
+) -> None:
+    with _two(tiny_model, Variant.CHAT, resume="all") as two:
+        body = {"messages": [user("Hi")], **fields}
+        two.script(Reply(ids=SPLIT[:3], finish="abort"), Reply(ids=SPLIT))
+        assert two.client.post(CHAT, json=body, headers={"x-session-id": "s"}).status_code == 200
+        turn = _turn(two.client, "s")
+        assert (turn["ids"], turn["finish_reason"]) == (list(SPLIT), "stop")
+        assert [(each["start"], each["end"], each["ended"]) for each in turn["segments"]] == [
+            (0, 0, "abort"),
+            (0, len(SPLIT), ""),
+        ]
+        two.script(Reply(ids=SPLIT, break_at=3))
+        *_, last = data_of(two.client.post(CHAT, json={**body, "stream": True}).content)
+        assert last["error"]["code"] == 502
+
+
+@_BOTH
+def test_text_that_the_next_engine_reads_differently_does_not_go_on(
+    tiny_model: TinyModel, variant: Variant
+) -> None:
+    """For example half of a character, or a call whose beginning the first engine held back."""
+    with _two(tiny_model, variant) as two:
+        deltas = ({"content": "h"}, {"content": ""}, {"content": "ll"})
+        two.script(Reply(ids=SPLIT[:3], deltas=deltas, break_at=3), Reply(ids=SPLIT[2:]))
+        if variant is Variant.SCALE_OUT:
+            for engine in two.engines:
+                engine.usual = Reply(message={"content": "?"})
+        *_, last = data_of(two.client.post(CHAT, json={"messages": [user("Hi")], "stream": True}).content)
+        assert last["error"]["code"] == 502
+        assert "in another way" in last["error"]["message"]
+
+
+def test_an_engine_that_starts_again_goes_on(tiny_model: TinyModel) -> None:
+    with FakeVllm(tiny_model) as engine, run_proxy([engine], store="memory:") as client:
+        engine.replies.append(Reply(ids=SPLIT, hold_at=3))
+        engine.usual = Reply(ids=SPLIT[2:])
+        body = {"messages": [user("Hi")], "stream": True}
+        with client.stream("POST", CHAT, json=body, headers={"x-session-id": "s"}) as answer:
+            wait_until(lambda: engine.held)
+            engine.kill()
+            engine.start()
+            chunks = list(data_of(answer.read()))
+        assert not [chunk for chunk in chunks if "error" in chunk]
+        assert _turn(client, "s")["ids"] == list(SPLIT)
+
+
+@_BOTH
+def test_a_stream_goes_on_whose_engine_reports_that_it_died(tiny_model: TinyModel, variant: Variant) -> None:
+    with _two(tiny_model, variant) as two:
+        two.script(Reply(ids=SPLIT, error_at=3), Reply(ids=SPLIT[2:]))
+        body = {"messages": [user("Hi")], "stream": True}
+        answer = two.client.post(CHAT, json=body, headers={"x-session-id": "s"})
+        assert b"error" not in answer.content
+        turn = _turn(two.client, "s")
+        assert (turn["ids"], [each["ended"] for each in turn["segments"]]) == (list(SPLIT), ["error", ""])
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_every_format_goes_on(tiny_model: TinyModel, path: str) -> None:
+    with _two(tiny_model, Variant.CHAT) as two:
+        two.script(Reply(ids=SPLIT, break_at=3), Reply(ids=SPLIT[2:]))
+        body: dict[str, Any] = {"model": "tiny", "max_tokens": 50, "stream": True}
+        body |= {"input": "Hi"} if path.endswith("responses") else {"messages": [user("Hi")]}
+        answer = two.client.post(path, json=body, headers={"x-session-id": "s"})
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        deltas = [event.get("delta") for event in events]
+        texts = [each.get("text", "") if isinstance(each, dict) else each or "" for each in deltas]
+        assert "".join(texts) == "hello", answer.text
+        assert events[-1]["type"] in ("message_stop", "response.completed")
+        assert _turn(two.client, "s")["ids"] == list(SPLIT)
+
+
+def test_a_break_after_the_beginning_of_a_call(tiny_model: TinyModel) -> None:
+    """The next engine parses the ids before the break too, and finds the same beginning."""
+    function = {"name": "f", "arguments": '{"a'}
+    begun = {
+        "content": None,
+        "tool_calls": [{"index": 0, "id": "1", "type": "function", "function": function}],
+    }
+    with _two(tiny_model, Variant.SCALE_OUT) as two:
+        for parsed, goes_on in ((begun, True), ({"content": "?"}, False)):
+            for engine in two.engines:
+                engine.usual = Reply(message=parsed)  # what derender makes of ids without a script
+            two.script(Reply(ids=SPLIT, message=begun, break_at=2), Reply(ids=SPLIT[1:]))
+            body = {
+                "messages": [user(f"Hi {goes_on}")],
+                "tools": [_TOOL],
+                "stream": True,
+                "return_token_ids": True,
+            }
+            chunks = list(data_of(two.client.post(CHAT, json=body).content))
+            ids = [
+                id
+                for chunk in chunks
+                for each in chunk.get("choices", ())
+                for id in each.get("token_ids") or ()
+            ]
+            assert (ids, "error" in chunks[-1]) == (list(SPLIT if goes_on else SPLIT[:1]), not goes_on)
+
+
+def test_a_break_after_the_last_id(tiny_model: TinyModel) -> None:
+    with _two(tiny_model, Variant.CHAT) as two:
+        two.script(Reply(ids=(*SPLIT[:5], 74), break_at=6))
+        body = {"messages": [user("Hi")], "stream": True, "max_tokens": 5}
+        answer = two.client.post(CHAT, json=body, headers={"x-session-id": "s"})
+        assert list(data_of(answer.content))[-1]["choices"][0]["finish_reason"] == "length"
+        turn = _turn(two.client, "s")
+        assert (turn["ids"], turn["finish_reason"], turn.get("problem")) == (list(SPLIT[:5]), "length", None)
