@@ -13,12 +13,11 @@ import msgspec
 
 from tokenproxy.base.errors import ApiError, EngineBroken
 from tokenproxy.base.fields import NULL, is_null, join, parse, raw, raw_value, read
-from tokenproxy.base.http import Response
+from tokenproxy.base.http import Request, Response
 from tokenproxy.base.request import ChatRequest, EngineRoute
-from tokenproxy.base.types import Fields
+from tokenproxy.base.types import Fields, Headers
 from tokenproxy.engine.protocol import Engine, fetch
 from tokenproxy.engine.sse import data_event, events
-from tokenproxy.engine.token_in import json_request
 from tokenproxy.record.plan import PromptPlan
 from tokenproxy.turn import wire
 
@@ -103,14 +102,18 @@ def rest_fields(fields: Fields, sampled: int) -> Fields:
     return rest
 
 
-async def check_text(engine: Engine, rest: Rest) -> None:
+async def check_text(engine: Engine, rest: Rest, headers: Headers) -> None:
     """Check that the text of the sampled ids is what the client got, where the engine cannot parse ids.
+
+    Args:
+        headers: those of the turn, with its credential.
 
     Raises:
         EngineBroken: it is not: there is reasoning, a call, or a character of which some bytes are missing.
         ApiError: the engine does not respond.
     """
-    status, body = await fetch(engine, json_request("/detokenize", {"tokens": list(rest.sampled)}))
+    ids = msgspec.json.encode({"tokens": rest.sampled})
+    status, body = await fetch(engine, Request("POST", "/detokenize", headers, ids, repeatable=True))
     text = read(parse(body), "prompt", str) if status == 200 else None
     rest.check({"content": text})
 

@@ -111,14 +111,14 @@ class PlannedTurn:
             Unavailable, ApiError: as `send`.
         """
         fields = rest_fields(self._begin(replica), len(rest.sampled))
+        headers = _headers(self.request, self.plan)
         self._parts[-1].tags[rest.choice] = self.tag
         capabilities = replica.require_capabilities()
         self.parses_ids = capabilities.parses_ids and bool(rest.sampled)
         token_in = GenerateTokenIn() if self.parses_ids else capabilities.require_token_in()
         if rest.sampled and not self.parses_ids:
-            await check_text(replica.engine, rest)
+            await check_text(replica.engine, rest, headers)
         self.tag.progress = unknown
-        headers = _headers(self.request, self.plan)
         completion = TokenRequest(rest.prompt, fields, headers, sampled=rest.sampled, check=rest.check)
         return await token_in.complete(replica.engine, completion)
 
