@@ -146,6 +146,13 @@ class EngineBroken(ApiError):
     kind = "BadGatewayError"
 
 
+class CannotGoOn(ApiError):
+    """A turn whose engine broke off cannot go on exactly; no engine is to blame for that."""
+
+    status = 502
+    kind = "BadGatewayError"
+
+
 class Unavailable(ApiError):
     """Base of the errors after which the client may send the same request again; sent with Retry-After."""
 

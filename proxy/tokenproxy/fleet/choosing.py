@@ -35,6 +35,8 @@ class Routing:
     """Whether the engine's weights matter for it. Others are served while the fleet is paused, too."""
     completion: bool = False
     """Whether a successful response must be a chat completion."""
+    goes_on: bool = False
+    """Whether it goes on elsewhere if its engine breaks off after the beginning of the response."""
     digest: Callable[[], bytes] | None = None
     """Computes a digest that equal requests share; None for requests that cannot break an engine."""
 

@@ -34,6 +34,8 @@ Work = Callable[[Replica], Awaitable[Response]]
 REFUSED_S = 60.0
 """How long a request equal to one that ended an engine is refused."""
 _REMEMBERED_DEATHS = 4096
+_SUSPECT, ALONE, AMONG_OTHERS, SAMPLING = 4, 4, 2, 1
+"""The suspicion at which a request is refused; and what a death adds to it, by how the request ran."""
 _JSON, _EVENT_STREAM = b"application/json", b"text/event-stream"
 _ERROR_EVENT = re.compile(rb'(?:event: ?error\r?\n)?data: ?(\{"error".*\})\r?\n\r?\n')
 _BAD_STATUSES = frozenset({500, 502, 503, 504})
@@ -49,18 +51,20 @@ class Suspects:
 
     Nothing tells which of the requests that ran on an engine ended it, or whether one of them did. One that
     ran alone is the suspect; of several each may run once more, and one that sees a second engine die is the
-    suspect then. A suspect is refused for a while, also where its client sends it again.
+    suspect then; one that goes on from its ids, only after four. A suspect is refused for a while, also where
+    its client sends it again.
     """
 
     clock: Callable[[], float] = time.monotonic
     deaths: dict[bytes, tuple[int, object, float]] = field(default_factory=dict)
-    """By digests of the requests: how many engines died, which one last, and when."""
+    """By digests of the requests: their suspicion, which engine died last, and when."""
 
-    def engine_died(self, digest: bytes, death: object, *, alone: bool) -> bool:
+    def engine_died(self, digest: bytes, death: object, suspicion: int) -> bool:
         """An engine died under a request; returns whether the request may run once more.
 
         Args:
             death: which death it was: equal requests that ran on the engine at once see it only once.
+            suspicion: one of the constants.
         """
         now = self.clock()
         if len(self.deaths) > _REMEMBERED_DEATHS:
@@ -69,14 +73,14 @@ class Suspects:
         if now - at >= REFUSED_S:
             count, last = 0, None
         if last != death:
-            count += 2 if alone else 1
+            count += suspicion
         self.deaths[digest] = count, death, now
-        return count < 2
+        return count < _SUSPECT
 
     def refuses(self, digest: bytes) -> bool:
         """Whether an equal request ended an engine a short while ago."""
         count, _, at = self.deaths.get(digest, (0, None, 0.0))
-        return count >= 2 and self.clock() - at < REFUSED_S
+        return count >= _SUSPECT and self.clock() - at < REFUSED_S
 
 
 async def dispatch(fleet: "Fleet", routing: Routing, work: Work) -> Response:
@@ -196,7 +200,7 @@ class Run:
 
         Args:
             problem: what counts against the replica, if its engine still responds.
-            sampling: whether the engine had sampled for it: then it is no suspect by that alone.
+            sampling: whether the engine had sampled for it, and it goes on from there.
         """
         replica, digest = self.replica, self._routing.digest
         if await replica.confirm():
@@ -206,7 +210,8 @@ class Run:
         if digest is None:
             return True
         death = (replica.name, replica.discoveries)
-        return self._fleet.suspects.engine_died(digest(), death, alone=self._lease.alone and not sampling)
+        suspicion = ALONE if self._lease.alone else AMONG_OTHERS
+        return self._fleet.suspects.engine_died(digest(), death, SAMPLING if sampling else suspicion)
 
     async def _begun(self, response: Response) -> Response:
         """The response, its beginning read: itself for a stream, else the whole body.
@@ -246,7 +251,7 @@ class Run:
                 yield chunk
                 chunk = await anext(self._chunks, None)
         except EngineBroken as problem:
-            await self.survived(problem, sampling=True)
+            await self.survived(problem, sampling=self._routing.goes_on)
             raise
         except EngineTimeout as problem:
             self._fleet.failed(replica, problem)

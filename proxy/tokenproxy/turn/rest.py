@@ -11,11 +11,13 @@ from typing import Any
 
 import msgspec
 
-from tokenproxy.base.errors import ApiError, EngineBroken
-from tokenproxy.base.fields import NULL, is_null, join, parse, raw, raw_value, read
+from chat_tokenizer import ids
+from tokenproxy.base.errors import CannotGoOn, EngineBroken
+from tokenproxy.base.fields import NULL, is_null, join, raw, raw_value, read
 from tokenproxy.base.http import Request, Response
 from tokenproxy.base.request import ChatRequest, EngineRoute
 from tokenproxy.base.types import Fields, Headers
+from tokenproxy.engine.derender import parse_response, read_response_field
 from tokenproxy.engine.protocol import Engine, fetch
 from tokenproxy.engine.sse import data_event, events
 from tokenproxy.record.plan import PromptPlan
@@ -23,15 +25,16 @@ from tokenproxy.turn import wire
 
 _DONE = b"[DONE]"
 _NULL = msgspec.Raw(NULL)
-_LIMITS = ("max_tokens", "max_completion_tokens")
+_LIMITS = ("max_completion_tokens", "max_tokens")
+"""The first that is set counts, as in vLLM."""
+_ROUTE = "the engine that goes on"
 _GRAMMARS = ("response_format", "structured_outputs")
 _WHOLE_ONLY = ("stop", "logprob_token_ids", "prompt_logprobs", "kv_transfer_params")
 """Fields with which nothing is resumed: a stop string may lie across the break, and the others belong to one
 request of the engine."""
 _BEGIN_ANEW = ("presence_penalty", "frequency_penalty", "seed", "thinking_token_budget", "bad_words")
 """Fields whose effect depends on the ids that a request has sampled: it begins anew with each segment."""
-_AT_END = ("weight_versions", "routed_experts")
-"""Fields of a choice that only its last chunk has."""
+_END = ("finish_reason", "stop_reason")
 _UNSET = (None, b"0", b"0.0", b"[]")
 
 
@@ -53,10 +56,16 @@ class Rest(msgspec.Struct, frozen=True):
             parsed: a message or delta.
 
         Raises:
-            EngineBroken: it does not, so that its rest would not fit.
+            CannotGoOn: it does not, so that its rest would not fit.
         """
         if _said(parsed) != _said(self.message):
-            raise EngineBroken("the engine parses what was sampled before the break in another way")
+            raise CannotGoOn("the engine parses what was sampled before the break in another way")
+
+    def check_echo(self, echo: bytes | None) -> None:
+        """Check the prompt that an engine says it got. Raises CannotGoOn if it is another one."""
+        begun = ids.concatenate(self.prompt, ids.dump(self.sampled))
+        if echo is not None and ids.compact(echo) not in (ids.compact(begun), ids.compact(self.prompt)):
+            raise CannotGoOn("the engine that goes on did not use the ids that it was given")
 
 
 def can_resume(request: ChatRequest, plan: PromptPlan) -> bool:
@@ -85,21 +94,28 @@ def begun_anew(fields: Mapping[str, msgspec.Raw]) -> tuple[str, ...]:
 
 def is_full(fields: Mapping[str, msgspec.Raw], sampled: int) -> bool:
     """Whether a choice has as many ids as its request allows: only the end of its stream was lost."""
-    limits = [read(fields, name, int) for name in _LIMITS]
-    return any(limit is not None and limit <= sampled for limit in limits)
+    limit = _limit(fields)
+    return limit is not None and limit <= sampled
 
 
-def rest_fields(fields: Fields, sampled: int) -> Fields:
-    """The fields of a request for what is left of one choice after some sampled ids."""
-    rest = {name: value for name, value in fields.items() if name not in ("n", "echo")}
-    for name in _LIMITS:
-        if (limit := read(fields, name, int)) is not None:
-            rest[name] = raw(limit - sampled)
+def _limit(fields: Mapping[str, msgspec.Raw]) -> int | None:
+    """The most ids that may be sampled."""
+    return next((limit for name in _LIMITS if (limit := read(fields, name, int)) is not None), None)
+
+
+def rest_fields(fields: Fields, rest: Rest) -> Fields:
+    """The fields of a request for what is left of one choice."""
+    left = {name: value for name, value in fields.items() if name not in ("n", "echo", *_LIMITS)}
+    sampled = len(rest.sampled)
+    if (limit := _limit(fields)) is not None:
+        left["max_tokens"] = raw(limit - sampled)
     if (least := read(fields, "min_tokens", int)) is not None:
-        rest["min_tokens"] = raw(max(0, least - sampled))
-    if (seed := read(fields, "seed", int)) is not None and sampled:
-        rest["seed"] = raw(seed + sampled)  # the same seed would repeat the random numbers of the first ids
-    return rest
+        left["min_tokens"] = raw(max(0, least - sampled))
+    if (seed := read(fields, "seed", int)) is not None and (rest.choice or sampled):
+        # the same seed would repeat the random numbers of the first ids, or of another choice
+        moved = seed + rest.choice + sampled
+        left["seed"] = raw((moved + 2**63) % 2**64 - 2**63)
+    return left
 
 
 async def check_text(engine: Engine, rest: Rest, headers: Headers) -> None:
@@ -109,12 +125,15 @@ async def check_text(engine: Engine, rest: Rest, headers: Headers) -> None:
         headers: those of the turn, with its credential.
 
     Raises:
-        EngineBroken: it is not: there is reasoning, a call, or a character of which some bytes are missing.
+        CannotGoOn: it is not: there is reasoning, a call, or a character of which some bytes are missing.
         ApiError: the engine does not respond.
     """
-    ids = msgspec.json.encode({"tokens": rest.sampled})
-    status, body = await fetch(engine, Request("POST", "/detokenize", headers, ids, repeatable=True))
-    text = read(parse(body), "prompt", str) if status == 200 else None
+    tokens = msgspec.json.encode({"tokens": rest.sampled})
+    status, body = await fetch(engine, Request("POST", "/detokenize", headers, tokens, repeatable=True))
+    fields = parse_response(body, "/detokenize") if status == 200 else {}
+    text = read_response_field(fields, "prompt", str, "/detokenize")
+    if text is None:
+        raise CannotGoOn("the engine does not tell the text of what was sampled before the break")
     rest.check({"content": text})
 
 
@@ -146,25 +165,22 @@ async def rest_events(response: Response, rest: Rest, head: Fields) -> AsyncIter
     async for data in events(response.chunks()):
         if data == _DONE:
             return
-        fields = _parsed(data)
+        fields = parse_response(data, _ROUTE)
         if not is_null(error := fields.get("error", _NULL)):
             raise EngineBroken(wire.problem_of(b'{"error":%b}' % bytes(error)).message)
-        for choice in read(fields, "choices", list[Fields]) or ():
-            delta = read(choice, "delta", Fields) or {}
+        rest.check_echo(raw_value(fields, "prompt_token_ids"))
+        for choice in _choices(fields):
+            delta = read_response_field(choice, "delta", Fields, _ROUTE) or {}
             delta.pop("role", None)
+            tokens = read_response_field(choice, "token_ids", list[int], _ROUTE) or []
             ended = not is_null(choice.get("finish_reason", _NULL))
-            if (
-                not ended
-                and raw_value(delta, "content") in (None, b'""')
-                and len(delta) < 2
-                and _no_ids(choice)
-            ):
+            if not (ended or tokens or any(raw_value(delta, name) not in (None, b'""') for name in delta)):
                 continue  # the chunk with the role
             chunk = {**fields, **head, "choices": raw([_placed(choice | {"delta": raw(delta)}, rest)])}
             chunk.pop("prompt_token_ids", None)
-            if (usage := read(fields, "usage", dict[str, Any])) is not None:
+            if (usage := read_response_field(fields, "usage", dict[str, Any], _ROUTE)) is not None:
                 chunk["usage"] = raw(_counted(usage, len(rest.sampled)))
-            yield data_event(join(chunk)), len(read(choice, "token_ids", list[int]) or ())
+            yield data_event(join(chunk)), len(tokens)
 
 
 def full_event(head: Fields, choice: int) -> bytes:
@@ -189,28 +205,32 @@ def joined(body: bytes, rest: Rest, more: bytes, *, parsed: bool) -> bytes:
 
     Raises:
         EngineBroken: `more` is no completion.
+        CannotGoOn: the next engine used other ids as its prompt.
     """
-    fields, further = _parsed(body), _parsed(more)
-    choices, [choice] = (
-        read(fields, "choices", list[Fields]) or [],
-        read(further, "choices", list[Fields]) or [{}],
-    )
+    fields, further = parse_response(body, _ROUTE), parse_response(more, _ROUTE)
+    rest.check_echo(raw_value(further, "prompt_token_ids"))
+    choices, rests = _choices(fields), _choices(further)
+    if len(rests) != 1:
+        raise EngineBroken(f"{_ROUTE} returned {len(rests)} choices for one")
     position = next(at for at, each in enumerate(choices) if (read(each, "index", int) or 0) == rest.choice)
-    first, choice = choices[position], _placed(choice, rest)
+    first, choice = choices[position], _placed(rests[0], rest)
     if not parsed:
-        message = read(choice, "message", dict[str, Any]) or {}
+        message = read_response_field(choice, "message", dict[str, Any], _ROUTE) or {}
         message["content"] = (rest.message.get("content") or "") + (message.get("content") or "")
         choice["message"] = raw(message)
-    choice["token_ids"] = raw([*rest.sampled, *(read(choice, "token_ids", list[int]) or ())])
-    before, after = (read(each, "logprobs", Fields) or {} for each in (first, choice))
-    entries = [read(each, "content", list[msgspec.Raw]) or [] for each in (before, after)]
-    choice["logprobs"] = raw({**after, "content": raw(entries[0] + entries[1])})
-    spans = [read(each, "weight_versions", list[msgspec.Raw]) or [] for each in (first, choice)]
-    if any(spans):
-        choice["weight_versions"] = raw(spans[0] + spans[1])
+    new = read_response_field(choice, "token_ids", list[int], _ROUTE) or []
+    choice["token_ids"] = raw([*rest.sampled, *new])
+    before, after = (read_response_field(each, "logprobs", Fields, _ROUTE) or {} for each in (first, choice))
+    choice["logprobs"] = raw({**after, "content": raw(_both(before, after, "content"))})
+    for name in ("weight_versions", "sampling_mask"):
+        if both := _both(first, choice, name):
+            choice[name] = raw(both)
+    first.pop("routed_experts", None)
     choices[position] = {**first, **choice}
     fields["choices"] = raw(choices)
-    usage, more_usage = (read(each, "usage", dict[str, Any]) or {} for each in (fields, further))
+    usage, more_usage = (
+        read_response_field(each, "usage", dict[str, Any], _ROUTE) or {} for each in (fields, further)
+    )
     count = usage.get("completion_tokens", 0) + more_usage.get("completion_tokens", 0)
     total = usage.get("prompt_tokens", 0) + count
     fields["usage"] = raw(usage | {"completion_tokens": count, "total_tokens": total})
@@ -219,15 +239,10 @@ def joined(body: bytes, rest: Rest, more: bytes, *, parsed: bool) -> bytes:
 
 def split_end(data: bytes) -> tuple[bytes, bytes]:
     """A chunk whose choices end, as one without their ends and one that holds nothing else."""
-    fields, rests, ends = parse(data), [], []
-    for choice in read(fields, "choices", list[Fields]) or ():
-        end = {
-            name: choice[name]
-            for name in ("index", "finish_reason", "stop_reason", *_AT_END)
-            if name in choice
-        }
-        rests.append({name: value for name, value in choice.items() if name not in _AT_END})
-        rests[-1] |= {"finish_reason": _NULL, "stop_reason": _NULL}
+    fields, rests, ends = parse_response(data, _ROUTE), [], []
+    for choice in _choices(fields):
+        end = {name: choice[name] for name in ("index", *_END) if name in choice}
+        rests.append(choice | dict.fromkeys(_END, _NULL))
         ends.append(end | {"delta": raw({}), "token_ids": raw([])})
     return join({**fields, "choices": raw(rests)}), join({**fields, "choices": raw(ends)})
 
@@ -235,7 +250,7 @@ def split_end(data: bytes) -> tuple[bytes, bytes]:
 def _placed(choice: Fields, rest: Rest) -> Fields:
     """A choice of the next engine with the index of the one that it continues."""
     placed = choice | {"index": raw(rest.choice)}
-    spans = read(choice, "weight_versions", list[dict[str, Any]])
+    spans = read_response_field(choice, "weight_versions", list[dict[str, Any]], _ROUTE)
     if spans:
         before = len(rest.sampled)
         moved = [span | {name: span[name] + before for name in ("start", "end")} for span in spans]
@@ -250,12 +265,11 @@ def _counted(usage: dict[str, Any], sampled: int) -> dict[str, Any]:
     return usage | {"prompt_tokens": prompt, "completion_tokens": usage.get("completion_tokens", 0) + sampled}
 
 
-def _no_ids(choice: Fields) -> bool:
-    return raw_value(choice, "token_ids") in (None, NULL, b"[]")
+def _choices(fields: Fields) -> list[Fields]:
+    return read_response_field(fields, "choices", list[Fields], _ROUTE) or []
 
 
-def _parsed(data: bytes) -> Fields:
-    try:
-        return parse(data)
-    except ApiError as error:
-        raise EngineBroken("the engine returned no completion") from error
+def _both(first: Fields, second: Fields, name: str) -> list[msgspec.Raw]:
+    """The lists of two answers, one after the other."""
+    lists = [read_response_field(each, name, list[msgspec.Raw], _ROUTE) or [] for each in (first, second)]
+    return lists[0] + lists[1]

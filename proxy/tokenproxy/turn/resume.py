@@ -13,7 +13,7 @@ from functools import partial
 from time import monotonic
 
 from chat_tokenizer import ids
-from tokenproxy.base.errors import ApiError, EngineBroken, EngineUnavailable
+from tokenproxy.base.errors import ApiError, CannotGoOn, EngineBroken, EngineUnavailable
 from tokenproxy.base.fields import is_null
 from tokenproxy.base.http import Response
 from tokenproxy.base.request import ResumePolicy
@@ -23,7 +23,9 @@ from tokenproxy.fleet.dispatch import Work
 from tokenproxy.record.completion import Completion as Recorded
 from tokenproxy.record.recorder import Recording
 from tokenproxy.record.vocabulary import ABORTED
-from tokenproxy.turn.rest import Rest, can_resume, full_event, is_full, joined, rest_events, usage_event
+from tokenproxy.turn import wire
+from tokenproxy.turn.answer import Answer
+from tokenproxy.turn.rest import Rest, full_event, is_full, joined, rest_events, usage_event
 from tokenproxy.turn.sending import PlannedTurn
 from tokenproxy.turn.wire import ABSENT, Completion
 
@@ -41,46 +43,42 @@ _FRUITLESS_FAILURES = 3
 class Resume:
     """Resumes one turn as often as its engines break off."""
 
-    def __init__(self, turn: PlannedTurn, recording: Recording, cleanup: AsyncExitStack) -> None:
-        """`cleanup` closes the responses of the engines."""
+    def __init__(
+        self, turn: PlannedTurn, recording: Recording, answer: Answer, cleanup: AsyncExitStack
+    ) -> None:
+        """`cleanup` closes the responses of engines if the client leaves."""
         self._turn = turn
         self._recording = recording
+        self._answer = answer
         self._cleanup = cleanup
-        self._policy = turn.services.settings.resume
-        self._possible = self._policy is not ResumePolicy.OFF and can_resume(turn.request, turn.plan)
+        self._aborts_too = turn.services.settings.resume is ResumePolicy.ALL
+        self._possible = turn.resumable
         self._sampled = -1
         self._fruitless = 0
+        """How often in a row no id came."""
 
     def covers(self, completion: Completion) -> bool:
-        """Whether the turn may go on after a chunk or completion with which its engine breaks off."""
+        """Whether the turn may go on after a chunk with which its engine breaks off."""
         reasons = {choice.finish_reason for choice in completion.choices or ()}
         failed = "error" in reasons or (completion.error is not ABSENT and not is_null(completion.error))
-        return self._possible and (failed or (ABORTED in reasons and self._policy is ResumePolicy.ALL))
+        return self._possible and (failed or (ABORTED in reasons and self._aborts_too))
 
     def give_up(self) -> None:
         """The turn does not go on, whatever follows."""
         self._possible = False
 
-    async def was_asked(self) -> bool:
-        """Whether somebody asked for an abort since the turn was sent the last time, as far as is known."""
-        weights = self._turn.services.fleet.weights
-        return not await weights.refresh() or weights.state.aborts != self._turn.aborts
-
-    def goes_on(self, rests: Sequence[Rest], why: str) -> bool:
-        """Whether the turn goes on after a break; if so, its segment ends.
+    async def end_segment(self, rests: Sequence[Rest], why: str) -> bool:
+        """Whether the turn goes on after a break; its segment has ended then.
 
         Args:
             rests: the choices that did not end.
-            why: why the engine broke off, in one word.
+            why: why the engine broke off, in one word; `abort` only where the turn may go on after that.
         """
-        sampled = sum(len(rest.sampled) for rest in rests)
-        self._fruitless = self._fruitless + 1 if sampled == self._sampled else 0
-        self._sampled = sampled
-        most = _FRUITLESS_ABORTS if why == ABORTED else _FRUITLESS_FAILURES
-        if not self._possible or self._fruitless >= most or not all(rest.prompt for rest in rests):
-            return False
-        self._turn.end_segment({rest.choice: len(rest.sampled) for rest in rests}, why)
-        return True
+        may = self._possible and all(rest.prompt for rest in rests) and await self._may_repeat(rests, why)
+        if may:
+            await self._turn.end_segment({rest.choice: len(rest.sampled) for rest in rests}, why)
+            log.info("a turn goes on after %d ids: %s", self._sampled, why)
+        return may
 
     async def events(self, rests: Sequence[Rest], head: Fields, ended: int) -> AsyncIterator[bytes]:
         """The rest of a stream.
@@ -90,54 +88,84 @@ class Resume:
             ended: number of ids of the choices that have ended.
 
         Raises:
-            EngineBroken: this engine broke off too, or the rest does not fit what the client got.
+            EngineBroken: this engine broke off too.
+            CannotGoOn: the rest does not fit what the client got.
             ApiError: as `Fleet.send`.
         """
         sampled = ended
         for rest in rests:
-            if is_full(self._turn.request.fields, len(rest.sampled)):
-                sampled += len(rest.sampled)
-                yield full_event(head, rest.choice)
-                continue
-            response = await self._send(partial(self._turn.send_rest, rest))
-            self._cleanup.push_async_callback(response.aclose)
             count = len(rest.sampled)
-            async for event, new in rest_events(response, rest, head):
-                count += new
-                yield event
+            if is_full(self._turn.request.fields, count):
+                yield full_event(head, rest.choice)
+            else:
+                response = await self._send(partial(self._turn.send_rest, rest))
+                self._cleanup.push_async_callback(response.aclose)
+                try:
+                    async for event, new in rest_events(response, rest, head):
+                        count += new
+                        yield event
+                finally:
+                    await response.aclose()  # it counts as running until then
             sampled += count
         yield usage_event(head, ids.check(rests[0].prompt), sampled)
         yield data_event(b"[DONE]")
 
-    async def aborted(self, completion: Recorded) -> list[Rest]:
-        """The rests of the choices of a whole completion that an engine aborted, if the turn goes on then."""
-        rests = [
-            Rest(choice.index, completion.prompt_ids or b"", list(choice.ids or ()), choice.message)
-            for choice in completion.choices
-            if choice.finish_reason == ABORTED
-        ]
-        resumes = self._policy is ResumePolicy.ALL and self._fruitless < _FRUITLESS_ABORTS
-        return rests if rests and resumes and not await self.was_asked() else []
-
-    async def whole(self, body: bytes, rests: Sequence[Rest]) -> bytes | None:
+    async def whole(self, body: bytes, completion: Recorded) -> bytes | None:
         """A completion in which the choices that were aborted go on, or one that was sampled anew.
 
         Returns None if there is none: the turn ends as it was aborted.
         """
+        aborted = [choice for choice in completion.choices if choice.finish_reason == ABORTED]
+        rests = [
+            Rest(
+                choice.index,
+                b"" if choice.ids is None else completion.prompt_ids or b"",
+                list(choice.ids or ()),
+                choice.message,
+            )
+            for choice in aborted
+        ]
+        if not rests or not self._aborts_too:
+            return None
         try:
-            if self._possible and self.goes_on(rests, ABORTED):
+            if await self.end_segment(rests, ABORTED):
                 for rest in rests:
                     more = await self._read(partial(self._turn.send_rest, rest))
                     body = joined(body, rest, more, parsed=self._turn.parses_ids)
                 return body
-        except EngineBroken as error:
+            # what has ended by itself is not dropped for the sake of another choice
+            if len(aborted) == len(completion.choices) and await self._may_repeat((), ABORTED):
+                return await self._anew()
+        except (EngineBroken, CannotGoOn) as error:
             log.info("a turn is sampled anew: %s", error)
+            return await self._anew()
+        except ApiError as error:
+            log.warning("an aborted turn could not go on: %s", error)
+        return None
+
+    async def _anew(self) -> bytes | None:
+        await self._turn.end_segment(None, ABORTED)
         try:
-            self._turn.end_segment({}, ABORTED)
             return await self._read(self._turn.send)
         except ApiError as error:
             log.warning("an aborted turn could not be sampled anew: %s", error)
             return None
+
+    async def _may_repeat(self, rests: Sequence[Rest], why: str) -> bool:
+        """Whether something came since the last break, or it may be tried again without that."""
+        sampled = sum(len(rest.sampled) for rest in rests)
+        self._fruitless = self._fruitless + 1 if sampled == self._sampled else 0
+        self._sampled = sampled
+        if why == ABORTED and await self._was_asked():
+            return False
+        if self._fruitless:
+            await asyncio.sleep(_RETRY_S)
+        return self._fruitless < (_FRUITLESS_ABORTS if why == ABORTED else _FRUITLESS_FAILURES)
+
+    async def _was_asked(self) -> bool:
+        """Whether somebody asked for an abort since the turn was sent the last time, as far as is known."""
+        weights = self._turn.services.fleet.weights
+        return not await weights.refresh() or weights.state.aborts != self._turn.aborts
 
     async def _read(self, work: Work) -> bytes:
         response = await self._send(work)
@@ -158,7 +186,9 @@ class Resume:
                     raise
                 await asyncio.sleep(_RETRY_S)
         self._recording.replica = turn.replica.name
+        self._answer.hides_weights = turn.hides_weights
         if response.status >= 400:
+            problem = wire.problem_of(await response.read()).message
             await response.aclose()
-            raise EngineBroken(f"the turn cannot go on: an engine answered {response.status}")
+            raise CannotGoOn(f"the turn cannot go on: an engine answered {response.status}: {problem}")
         return response

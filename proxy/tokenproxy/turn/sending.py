@@ -12,7 +12,7 @@ import msgspec
 from tokenproxy.base.errors import Unavailable
 from tokenproxy.base.fields import flag, join, raw, raw_value, read, stream_options
 from tokenproxy.base.http import Request, Response
-from tokenproxy.base.request import ChatRequest, EngineRoute
+from tokenproxy.base.request import ChatRequest, EngineRoute, ResumePolicy
 from tokenproxy.base.types import Fields, Headers
 from tokenproxy.engine.generate import GenerateTokenIn
 from tokenproxy.engine.token_in import TokenRequest, rename_errors
@@ -31,7 +31,7 @@ from tokenproxy.record.plan import PromptPlan, ServedModel
 from tokenproxy.record.turn import Segment, WeightSpan
 from tokenproxy.record.vocabulary import Reason, Source
 from tokenproxy.turn.required_prefix import render_with_prefix
-from tokenproxy.turn.rest import Rest, begun_anew, check_text, constrained, rest_fields
+from tokenproxy.turn.rest import Rest, begun_anew, can_resume, check_text, constrained, rest_fields
 from tokenproxy.turn.services import Services
 
 _IMAGE_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs")
@@ -51,8 +51,8 @@ class _Part:
 
     tag: WeightTag
     """Of all choices that have none in `tags`."""
-    starts: Mapping[int, int]
-    """Number of ids that were sampled before it, by the index of the choice; a missing choice has none."""
+    before: Mapping[int, int] | None = None
+    """How many ids each choice had that had not ended, by its index; None in the first part: none."""
     ended: str = ""
     """As `Segment.ended`."""
     tags: dict[int, WeightTag] = field(default_factory=dict)
@@ -84,6 +84,8 @@ class PlannedTurn:
     """Whether the engine of `send_rest` parses the ids from before the break too."""
     _parts: list[_Part] = field(init=False, default_factory=list)
     """The segments that ended, and the one that runs, of a turn that was resumed."""
+    _dropped: list[Segment] = field(init=False, default_factory=list)
+    """Those whose ids do not count, because the turn was sampled anew."""
 
     async def send(self, replica: Replica) -> Response:
         """Send the turn to a replica.
@@ -107,10 +109,10 @@ class PlannedTurn:
         """Send what is left of one choice after a break.
 
         Raises:
-            EngineBroken: what the engine makes of the ids so far is not what the client got.
+            CannotGoOn: what the engine makes of the ids so far is not what the client got.
             Unavailable, ApiError: as `send`.
         """
-        fields = rest_fields(self._begin(replica), len(rest.sampled))
+        fields = rest_fields(self._begin(replica), rest)
         headers = _headers(self.request, self.plan)
         self._parts[-1].tags[rest.choice] = self.tag
         capabilities = replica.require_capabilities()
@@ -122,18 +124,30 @@ class PlannedTurn:
         completion = TokenRequest(rest.prompt, fields, headers, sampled=rest.sampled, check=rest.check)
         return await token_in.complete(replica.engine, completion)
 
-    def end_segment(self, sampled: Mapping[int, int], why: str) -> None:
+    @property
+    def resumable(self) -> bool:
+        """Whether it may go on after its engine broke off."""
+        off = self.services.settings.resume is ResumePolicy.OFF
+        return not off and can_resume(self.request, self.plan)
+
+    async def end_segment(self, sampled: Mapping[int, int] | None, why: str) -> None:
         """The engine broke off: what is sampled from now on belongs to another segment.
 
         Args:
-            sampled: number of the ids so far of each choice that has not ended.
+            sampled: number of the ids so far of each choice that has not ended; None if the turn is sampled
+                anew.
             why: why it broke off.
         """
-        self._parts = self._parts or [_Part(self.tag, {})]
-        self._parts[-1].ended = why
-        for tag in (self._parts[-1].tag, *self._parts[-1].tags.values()):
+        ended = self._parts[-1] if self._parts else _Part(self.tag)
+        for tag in (ended.tag, *ended.tags.values()):
+            await self.services.fleet.weights.confirm(tag)
             tag.end()
-        self._parts.append(_Part(self.tag, sampled))
+        ended.ended = why
+        if sampled is None:
+            self._dropped.append(Segment(ended.tag.replica, 0, 0, why))
+            self._parts = [_Part(self.tag)]
+        else:
+            self._parts = [*self._parts[:-1], ended, _Part(self.tag, sampled)]
 
     def _begin(self, replica: Replica) -> Fields:
         """The fields of the request for a replica, to which it is about to be sent."""
@@ -193,14 +207,15 @@ class PlannedTurn:
     def _add_segments(self, choice: SampledChoice) -> None:
         """Add its segments and their weights to a choice of a turn that was resumed."""
         index, count, told = choice.index, len(choice.ids or ()), choice.weight_versions
-        starts = [part.starts.get(index, count) if part.starts else 0 for part in self._parts]
-        segments: list[Segment] = []
+        parts = [part for part in self._parts if part.before is None or index in part.before]
+        starts = [part.before[index] if part.before else 0 for part in parts]
+        segments: list[Segment] = [*self._dropped]
         weights: list[WeightSpan] = []
-        for part, start, end in zip(self._parts, starts, [*starts[1:], count], strict=True):
-            if start == end and end:
-                continue  # this choice had ended
+        for part, start, end in zip(parts, starts, [*starts[1:], count], strict=True):
             tag = part.tag_of(index)
-            segments.append(Segment(tag.replica, start, end, part.ended))
+            segments.append(Segment(tag.replica, start, end, "" if part is parts[-1] else part.ended))
+            if start == end:
+                continue  # the engine broke off before it sampled
             reported = [span for span in told if start <= span.start < end]
             if not reported:
                 spans, uncertain = tag.spans(index, end - start)
@@ -230,6 +245,7 @@ class PlannedTurn:
             model=request.model or "",
             completion=True,
             digest=lambda: body_digest(request.retry.path, request.retry.body),
+            goes_on=self.resumable,
         )
 
 

@@ -76,13 +76,13 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
         if not isinstance(response, BytesResponse) and isinstance(answer, StreamedAnswer):
             await recording.announce()
             cleanup = stack.pop_all()
-            resume = Resume(turn, recording, cleanup)
+            resume = Resume(turn, recording, answer, cleanup)
             return RecordedStream(response, answer, recording, attempt, cleanup, tag, resume)
         body = await response.read()
         completion, shown = await _read(body, plan, answer, services)
         if completion.broken_off:
-            resume = Resume(turn, recording, stack)
-            while (rests := await resume.aborted(completion)) and (more := await resume.whole(body, rests)):
+            resume = Resume(turn, recording, answer, stack)
+            while completion.broken_off and (more := await resume.whole(body, completion)):
                 body = more
                 completion, shown = await _read(body, plan, answer, services)
         await recording.add(completion)

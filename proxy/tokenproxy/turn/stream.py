@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from time import monotonic
 
-from tokenproxy.base.errors import ApiError, EngineBroken, EngineTimeout
+from tokenproxy.base.errors import ApiError, EngineBroken
 from tokenproxy.base.fields import raw
 from tokenproxy.base.http import Response
 from tokenproxy.engine.sse import data_event, event_data, split_events
@@ -59,6 +59,7 @@ class RecordedStream:
         """
         self.status = response.status
         self.headers = [pair for pair in response.headers if pair[0] != b"content-length"]
+        self._response = response
         self._blocks = _Blocks(response.chunks())
         plan = recording.plan
         choices = plan.placement.request.choices * len(plan.prompts)
@@ -102,7 +103,7 @@ class RecordedStream:
                     if not await self._goes_on("ended"):
                         break
                     continue
-                except (EngineBroken, EngineTimeout):
+                except EngineBroken:
                     if not await self._goes_on("broken"):
                         raise
                     continue
@@ -156,9 +157,9 @@ class RecordedStream:
         held, self._ends = self._ends, []
         rests, first = self._reader.rests(), self._first
         if held:
-            why = ABORTED if self._aborted else "error"
-        asked = why == ABORTED and await self._resume.was_asked()
-        if first is not None and not asked and self._resume.goes_on(rests, why):
+            why, self._aborted = (ABORTED if self._aborted else "error"), False
+        if first is not None and await self._resume.end_segment(rests, why):
+            await self._response.aclose()  # it counts as running until then
             names = {"id": first.id, "object": _CHUNK, "created": first.created, "model": first.model}
             head = {name: raw(value) for name, value in names.items()}
             ended = self._reader.sampled - sum(len(rest.sampled) for rest in rests)
@@ -174,10 +175,14 @@ class RecordedStream:
         if not completion.choices:
             self._ends.append(event)  # an error, or the usage of a turn that may go on
             return None
-        self._aborted = True
+        self._aborted |= any(choice.finish_reason == ABORTED for choice in completion.choices)
         chunk, end = split_end(event_data(event) or b"{}")
         self._ends.append(data_event(end))
-        if any(choice.token_ids or any(choice.said.values()) for choice in completion.choices):
+        more = (
+            choice.token_ids or choice.weight_versions or any(choice.said.values())
+            for choice in completion.choices
+        )
+        if any(more):
             return parsing.parse(chunk, tokens=self._answer.reads_tokens)
         return None
 

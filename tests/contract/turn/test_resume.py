@@ -263,3 +263,32 @@ def test_a_break_after_the_last_id(tiny_model: TinyModel) -> None:
         assert list(data_of(answer.content))[-1]["choices"][0]["finish_reason"] == "length"
         turn = _turn(two.client, "s")
         assert (turn["ids"], turn["finish_reason"], turn.get("problem")) == (list(SPLIT[:5]), "length", None)
+
+
+def test_a_broken_response_does_not_count_as_running(tiny_model: TinyModel) -> None:
+    """Else a turn of a full replica waits for itself."""
+    with (
+        FakeVllm(tiny_model) as engine,
+        run_proxy([engine], store="memory:", replica_requests=1) as client,
+    ):
+        engine.replies += [Reply(ids=SPLIT, break_at=3, how="reset"), Reply(ids=SPLIT[2:])]
+        body = {"messages": [user("Hi")], "stream": True}
+        assert b"error" not in client.post(CHAT, json=body, headers={"x-session-id": "s"}).content
+        assert _turn(client, "s")["ids"] == list(SPLIT)
+
+
+@pytest.mark.parametrize("fault", ["echo", "text without ids", "no text"])
+def test_nothing_is_guessed(tiny_model: TinyModel, fault: str) -> None:
+    """The next engine used other ids, the ids so far are unknown, or nothing tells what they spell."""
+    with _two(tiny_model, Variant.CHAT, resume="all") as two:
+        if fault == "no text":
+            for engine in two.engines:
+                engine.canned["/detokenize"] = Canned(b"{}", 404)
+        broken = Reply(ids=SPLIT[:3], finish="abort", silent=("ids",) if fault.startswith("text") else ())
+        rest = Reply(ids=SPLIT[3:], echo=(1, 2, 3) if fault == "echo" else None)
+        two.script(broken, *[rest] * (fault == "echo"), Reply(ids=SPLIT))
+        answer = two.client.post(CHAT, json={"messages": [user("Hi")]}, headers={"x-session-id": "s"})
+        assert answer.json()["choices"][0]["message"]["content"] == "hello", "sampled anew"
+        turn = _turn(two.client, "s")
+        assert (turn["ids"], turn["weights_uncertain"]) == (list(SPLIT), False)
+        assert {(each["start"], each["end"]) for each in turn["segments"]} == {(0, 0), (0, len(SPLIT))}

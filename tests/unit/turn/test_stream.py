@@ -52,7 +52,7 @@ class _NeverResumed:
     def covers(self, completion: object) -> bool:
         return False
 
-    def goes_on(self, rests: object, why: str) -> bool:
+    async def end_segment(self, rests: object, why: str) -> bool:
         return False
 
     def give_up(self) -> None:
