@@ -221,7 +221,7 @@ class Fleet:
             Overloaded: too many requests wait, or this one waited for too long.
         """
         suspension = self.weights.suspension
-        if self.weights.outdated:
+        if self.weights.outdated and routing.samples:
             await self.weights.refresh()
         if not self.ready and not (suspension.active and routing.samples):
             await self._first_answer()

@@ -304,6 +304,9 @@ class TurnCache:
         if size * _MAX_SHARE > self._max_bytes:
             return
         with self._lock:
+            last = self._histories.get(recalled.checksums[-1])
+            if last is not None and last.data == recalled.data:
+                return  # an equal request kept it meanwhile
             history = recalled.history
             if history is None or len(history.messages) != known or history not in self._entries:
                 history = _History()

@@ -121,7 +121,7 @@ class Planner:
         session = request.session.name if request.session is not None and request.session.explicit else None
         cache, run = self.matcher.cache, self.matcher.encoders.run
         recall = partial(cache.recall, messages, defaults)
-        recalled = recall() if len(messages) < _RECALLED_ON_THREAD_BYTES else await run(recall)
+        recalled = recall() if len(messages) < _RECALLED_ON_THREAD_BYTES else await run(recall, len(messages))
         parse, size = partial(cache.parse, recalled), recalled.new_bytes
         conversation = parse() if size < WORTH_A_THREAD_BYTES else await run(parse, size)
         return conversation, Scope(request.tenant, session, name, parts)

@@ -2,7 +2,7 @@
 
 from tokenproxy.fleet.shared import SharedError
 from tokenproxy.record.store import Store, StoreError
-from tokenproxy.record.store_time import REQUEST_S, store_time
+from tokenproxy.record.store_time import REQUEST_S, running_store_time, store_time
 
 
 class StoredWords:
@@ -22,7 +22,8 @@ class StoredWords:
     async def read(self) -> dict[str, str]:
         """See `SharedWords.read`."""
         try:
-            with store_time(REQUEST_S):  # it is read again soon
+            # it is read again soon, and a request waits no longer for it than for the store
+            with store_time(min(REQUEST_S, running_store_time().left)):
                 stored = await self._store.get(self._space, complete=True)
             return {name: word.decode() for name, word in stored.items()}
         except (StoreError, UnicodeDecodeError) as error:

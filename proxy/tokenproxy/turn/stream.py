@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from time import monotonic
+from weakref import WeakMethod
 
 from tokenproxy.base.errors import ApiError, EngineBroken
 from tokenproxy.base.fields import raw
@@ -86,7 +87,8 @@ class RecordedStream:
         """Set while they begin with the event that ends the last turn: when they are sent at the latest."""
         self._waiting_since: float | None = None
         """Since when nothing has arrived; None while something that arrived is handled."""
-        tag.progress = self._progress
+        progress = WeakMethod(self._progress)  # what is sampled of a stream must not keep it in memory
+        tag.progress = lambda: None if (method := progress()) is None else method()
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The events, as the client gets them.

@@ -196,10 +196,8 @@ async def read_body(
     start = clock()
     while True:
         left_s = timeout_s + size / BODY_BYTES_PER_S - (clock() - start)
-        if left_s <= 0:
-            raise _too_slow(timeout_s)
         try:
-            message = await within(left_s, receive())
+            message = await within(max(0.0, left_s), receive())
         except TimeoutError as error:
             raise _too_slow(timeout_s) from error
         if message["type"] == "http.disconnect":

@@ -55,6 +55,8 @@ class Ready(StatusRoute):
         to stop returns `"stopping": true`. While new requests wait for a weight update, `paused` or
         `updating` tells why.
         """
+        if request.may_read and services.fleet.weights.outdated:
+            await services.fleet.weights.refresh()
         engines, stopping = services.fleet.report(), services.running.stopping
         ready = any(engine["ready"] for engine in engines) and not stopping
         details = {"engines": engines, "store": services.store.health()} if request.may_read else {}

@@ -67,8 +67,8 @@ async def test_a_request_over_a_connection_that_was_closed_is_sent_again_if_it_m
     assert [seen.reused for seen in fake.requests] == [False, False, False, True]
     fake.requests.clear()
     fake.hang_up = lambda seen: seen.reused
-    response, _ = await _ask(engine, _chat(repeatable=True))
-    assert response.status == 200
+    answered, _ = await _ask(engine, _chat(repeatable=True))
+    assert answered.status == 200
     assert [seen.reused for seen in fake.requests] == [True, False], "not over another pooled connection"
     fake.requests.clear()
     with pytest.raises(EngineBroken, match="before it responded"):

@@ -53,6 +53,17 @@ def test_forks_and_equal_checksums_lead_to_no_other_conversation(
         assert _parse(cache, messages).messages == _parse(TurnCache(0), messages).messages
 
 
+def test_equal_requests_at_once_are_one_history() -> None:
+    """The samples of a group arrive together: all have looked before the first one is kept."""
+    cache, messages = TurnCache(2**20), json.dumps([{"role": "user", "content": "a"}]).encode()
+    recalled = [cache.recall(messages) for _ in range(16)]
+    cache.parse(recalled[0])
+    size = cache.size
+    for each in recalled[1:]:
+        cache.parse(each)
+    assert cache.size == size > 0
+
+
 def _continued(
     name: str, before: CachedTurn | None, appended: list[int], sampled: list[int], rollout: str = "r"
 ) -> CachedTurn:

@@ -1,5 +1,7 @@
 """The time that a body may take: `BODY_TIMEOUT_S`, and longer for one that arrives fast enough."""
 
+import asyncio
+
 import pytest
 
 from tokenproxy.base.errors import BodyTimeout
@@ -17,6 +19,7 @@ class _Client:
     async def receive(self) -> dict[str, object]:
         self.now += self._seconds
         self._sent += 1
+        await asyncio.sleep(0.02)  # a time that is over cancels here
         return {"type": "http.request", "body": b"a" * BODY_BYTES_PER_S, "more_body": self._sent < 10}
 
     def clock(self) -> float:
