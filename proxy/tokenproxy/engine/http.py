@@ -219,8 +219,8 @@ class HttpResponse:
 
     async def aclose(self) -> None:
         """After the whole body return the connection to the pool, else close it: vLLM then aborts."""
+        if self.call is not None:
+            self.call.end()
         connection, self._connection = self._connection, None
         if connection is not None:
             self._engine.pool.give_back(connection)
-        if self.call is not None:
-            self.call.end()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tokenproxy.base.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable
-from tokenproxy.base.http import BytesResponse, Response
+from tokenproxy.base.http import BytesResponse, Response, header, is_event_stream
 from tokenproxy.engine.sse import whole_events
 from tokenproxy.fleet.choosing import Routing
 from tokenproxy.fleet.replica import Replica
@@ -36,7 +36,7 @@ REFUSED_S = 60.0
 _REMEMBERED_DEATHS = 4096
 _SUSPECT, ALONE, AMONG_OTHERS, SAMPLING = 4, 4, 2, 1
 """The suspicion at which a request is refused; and what a death adds to it, by how the request ran."""
-_JSON, _EVENT_STREAM = b"application/json", b"text/event-stream"
+_JSON = b"application/json"
 _ERROR_EVENT = re.compile(rb'(?:event: ?error\r?\n)?data: ?(\{"error".*\})\r?\n\r?\n')
 _BAD_STATUSES = frozenset({500, 502, 503, 504})
 """Answers that another replica may do better."""
@@ -221,8 +221,8 @@ class Run:
             EngineTimeout: its body came too slowly.
         """
         completion, name = self._routing.completion, self.replica.name
-        kind = next((value for key, value in response.headers if key == b"content-type"), b"")
-        is_stream, succeeded = kind.startswith(_EVENT_STREAM), response.status < 400
+        kind = header(response.headers, b"content-type")
+        is_stream, succeeded = is_event_stream(response.headers), response.status < 400
         if succeeded and (is_stream or not completion):
             chunks = response.chunks()
             self._chunks = whole_events(chunks) if is_stream else chunks

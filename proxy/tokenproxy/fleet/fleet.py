@@ -5,7 +5,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from tokenproxy.base.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, NotFound
@@ -148,7 +148,7 @@ class Fleet:
         for replica in [*self.replicas, *self.leaving]:
             await replica.stop()
 
-    def send(self, work: Work, routing: Routing) -> Coroutine[Any, Any, Response]:
+    async def send(self, work: Work, routing: Routing) -> Response:
         """Send a request to the replica that the policy chooses, and to another one if that fails.
 
         The response counts as running until it is closed. Its beginning was read, see `dispatch.py`. The
@@ -163,7 +163,7 @@ class Fleet:
             EngineTimeout: no replica accepted a connection in time, or one did not answer in time.
             EngineBroken: a replica broke under the request, and it may not run again.
         """
-        return dispatch(self, routing, work)
+        return await dispatch(self, routing, work)
 
     async def send_to_any(self, request: Request, routing: Routing) -> Response:
         """Send a request to a ready replica; if none is, to one that refuses discovery without a credential.

@@ -124,7 +124,7 @@ class Tasks:
         self._forever: set[asyncio.Task[None]] = set()
 
     def run_forever(self, step: Callable[[], Coroutine[Any, Any, None]], consequence: str) -> None:
-        """Run a step, which waits by itself, again and again until `aclose`, whatever it raises.
+        """Run a step, which waits by itself, again and again until `aclose`. Its errors do not end that.
 
         Args:
             consequence: of an error, for the log.

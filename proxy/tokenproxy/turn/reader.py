@@ -54,7 +54,8 @@ def read_completion(parsed: Parsed, sent: bytes = b"", batch: Batch | None = Non
             sampled[index].prompt_ids = echo.ids if batch else None
     completion.choices = list(sampled.values())
     if len(choices) == 1:
-        sampled[index].counted, sampled[index].raw_ids = usage.completion_tokens, parsed.cut.ids or b""
+        (only,) = completion.choices
+        only.counted, only.raw_ids = usage.completion_tokens, parsed.cut.ids or b""
         return completion
     for choice in choices:  # one choice needs no index
         first = sampled[choice.index or 0]

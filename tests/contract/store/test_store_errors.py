@@ -212,7 +212,7 @@ def _change(url: str, session: Mapping[str, bytes], values: Mapping[tuple[str, s
 
 
 async def _served(store: Store) -> None:
-    """All that lists sessions serves those that can be read, and the feed goes on."""
+    """Every list holds the sessions that can be read, and the feed continues."""
     for _ in range(4):
         assert {each.id for each in await store.sessions(limit=9)} == {"a", "c"}
         page = await store.feed(0, limit=9, tenant="")
