@@ -43,7 +43,7 @@ class Two:
 
     def generated(self) -> list[tuple[list[int], Any]]:
         """The prompts of ids that the engines got, and the numbers of ids that they may sample after them."""
-        found = []
+        found: list[tuple[Any, Any]] = []
         for engine in self.engines:
             for seen in engine.generations(CHAT, GENERATE):
                 body = seen.json
