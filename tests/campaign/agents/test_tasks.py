@@ -18,8 +18,8 @@ _TASK, _SUB_TASK = "Begin the task.", "Count the lines of notes.txt."
 _BREAKS = ({"break_at": 9, "how": "reset"}, {"break_at": 0, "how": "inside"})
 """The first generation of a step breaks after eight ids, the next one before its first.
 
-It is a call, of which this engine parses no half, so that the turn cannot go on. Claude Code asks for no stream
-after one that broke.
+It is a call, of which this engine parses no half, so that the turn cannot go on. Claude Code asks for no
+stream after one that broke.
 """
 _UNNOTICED = ({"break_at": 4, "how": "reset"},)
 """The first generation breaks within its text, from where it goes on."""
