@@ -32,6 +32,7 @@ GENERATE_PATH = "/inference/v1/generate"
 DERENDER_PATH = "/v1/chat/completions/derender"
 _NULL = msgspec.Raw(NULL)
 _STOP = b'"stop"'
+_ABORT = b'"abort"'
 _COMMON_FIELDS = ("id", "object", "created", "model")
 """Fields that are equal in all chunks of a stream."""
 _PLACEHOLDER_IDS = [0]
@@ -246,11 +247,13 @@ class Derender:
         elif calls and self._single_tool_call:
             message["tool_calls"] = raw(calls[:1])
         reason = source.get("finish_reason", _NULL)
-        # the chat route's rule: required calls that were cut short keep "length", automatic ones do not
+        # the chat route's rule: required calls that were cut short keep "length", automatic ones do not. But
+        # an abort stays one here: the rest may hold another call
         if self._tool_choice == b'"required"':
             ends_with_calls = bytes(reason) == _STOP
         else:
-            ends_with_calls = bool(calls) and self._tool_choice in (None, b'"auto"')
+            automatic = self._tool_choice in (None, b'"auto"') and bytes(reason) != _ABORT
+            ends_with_calls = bool(calls) and automatic
         choice["message"] = msgspec.Raw(join(message))
         choice["finish_reason"] = raw("tool_calls") if ends_with_calls else reason
         choice["stop_reason"] = source.get("stop_reason", _NULL)

@@ -196,6 +196,11 @@ class CompletionReader:
         return found
 
     @property
+    def prompt(self) -> bytes:
+        """The prompt of the first choice as a JSON array of ids; empty if it did not arrive."""
+        return self._echoes[0].ids or b""
+
+    @property
     def sampled(self) -> int:
         """Number of sampled ids that arrived, in all choices."""
         return sum(len(choice.ids or ()) for choice in self._choices.values())

@@ -2,8 +2,9 @@
 
 The next engine gets the prompt and the ids that were sampled after it; its events or its completion become
 the rest of the first ones. Tool calls and reasoning are parsed of all ids of the choice, as if they had been
-sampled at once, by vLLM's derender route. Where that is missing, only plain text goes on. Either way the
-engine must make of the ids so far what the client got: else nothing is resumed.
+sampled at once, by vLLM's derender route. Where that is missing, only plain text goes on, and a rest that
+begins with a call does not: of all ids it might be text. Either way the engine must make of the ids so far
+what the client got: else nothing is resumed.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -29,13 +30,14 @@ _LIMITS = ("max_completion_tokens", "max_tokens")
 """The first that is set counts, as in vLLM."""
 _ROUTE = "the engine that goes on"
 _GRAMMARS = ("response_format", "structured_outputs")
-_WHOLE_ONLY = ("stop", "logprob_token_ids", "prompt_logprobs", "kv_transfer_params")
+_WHOLE_ONLY = ("stop", "echo", "logprob_token_ids", "prompt_logprobs", "kv_transfer_params")
 """Fields with which nothing is resumed: a stop string may lie across the break, and the others belong to one
 request of the engine."""
 _BEGIN_ANEW = ("presence_penalty", "frequency_penalty", "seed", "thinking_token_budget", "bad_words")
 """Fields whose effect depends on the ids that a request has sampled: it begins anew with each segment."""
 _END = ("finish_reason", "stop_reason")
 _UNSET = (None, b"0", b"0.0", b"[]")
+_NOT_SET = (None, b"[]", b'""', b"false")
 
 
 class Rest(msgspec.Struct, frozen=True):
@@ -61,23 +63,28 @@ class Rest(msgspec.Struct, frozen=True):
         if _said(parsed) != _said(self.message):
             raise CannotGoOn("the engine parses what was sampled before the break in another way")
 
-    def check_echo(self, echo: bytes | None) -> None:
-        """Check the prompt that an engine says it got. Raises CannotGoOn if it is another one."""
-        begun = ids.concatenate(self.prompt, ids.dump(self.sampled))
-        if echo is not None and ids.compact(echo) not in (ids.compact(begun), ids.compact(self.prompt)):
+    def check_echo(self, echo: bytes | None, *, parsed: bool) -> None:
+        """Check the prompt that an engine says it got. Raises CannotGoOn if it is another one.
+
+        Args:
+            parsed: whether the answer is one of derender, which tells the prompt of the client.
+        """
+        used = self.prompt if parsed else ids.concatenate(self.prompt, ids.dump(self.sampled))
+        if echo is not None and ids.compact(echo) != ids.compact(used):
             raise CannotGoOn("the engine that goes on did not use the ids that it was given")
 
 
 def can_resume(request: ChatRequest, plan: PromptPlan) -> bool:
     """Whether a turn can be resumed at all, wherever its engine breaks off."""
-    fields = request.fields
+    fields, conversation = request.fields, plan.placement.conversation
     return not (
         request.engine_route is not EngineRoute.CHAT
-        or plan.placement.conversation is None
+        or conversation is None
+        or conversation.media
+        or request.prompt_media
         or plan.images
-        or plan.rendered_images
         or constrained(fields)
-        or any(raw_value(fields, name) not in (None, b"[]", b'""') for name in _WHOLE_ONLY)
+        or any(raw_value(fields, name) not in _NOT_SET for name in _WHOLE_ONLY)
     )
 
 
@@ -118,16 +125,19 @@ def rest_fields(fields: Fields, rest: Rest) -> Fields:
     return left
 
 
-async def check_text(engine: Engine, rest: Rest, headers: Headers) -> None:
+async def check_text(engine: Engine, rest: Rest, request: ChatRequest, headers: Headers) -> None:
     """Check that the text of the sampled ids is what the client got, where the engine cannot parse ids.
 
     Args:
         headers: those of the turn, with its credential.
 
     Raises:
-        CannotGoOn: it is not: there is reasoning, a call, or a character of which some bytes are missing.
+        CannotGoOn: it is not: there is reasoning, a call, or a character of which some bytes are missing. Or
+            it might be the beginning of a call, which is found in a whole answer only.
         ApiError: the engine does not respond.
     """
+    if not request.stream and raw_value(request.fields, "tools") not in _NOT_SET:
+        raise CannotGoOn("only an engine with --enable-scale-out can look for calls in all that was sampled")
     tokens = msgspec.json.encode({"tokens": rest.sampled})
     status, body = await fetch(engine, Request("POST", "/detokenize", headers, tokens, repeatable=True))
     fields = parse_response(body, "/detokenize") if status == 200 else {}
@@ -151,29 +161,38 @@ def _said(message: Mapping[str, Any]) -> tuple[str, str, list[tuple[str, str]]]:
 # --- the answer of the next engine as the rest of the first one's
 
 
-async def rest_events(response: Response, rest: Rest, head: Fields) -> AsyncIterator[tuple[bytes, int]]:
+async def rest_events(
+    response: Response, rest: Rest, head: Fields, *, parsed: bool
+) -> AsyncIterator[tuple[bytes, int]]:
     """The events of a stream as those of the stream that broke off, without its end and without its usage.
 
     With each event the number of its ids.
 
     Args:
         head: the fields that all chunks of the broken stream share.
+        parsed: whether the engine parsed the ids before the break too.
 
     Raises:
-        EngineBroken: the engine sends an error, or something that is no chunk.
+        EngineBroken: the engine sends an error, or something that is no chunk, or no finish reason.
+        CannotGoOn: it used other ids as its prompt, or calls a tool with the first ids that it parsed alone.
     """
+    has_text = has_ended = False
     async for data in events(response.chunks()):
         if data == _DONE:
-            return
+            break
         fields = parse_response(data, _ROUTE)
         if not is_null(error := fields.get("error", _NULL)):
             raise EngineBroken(wire.problem_of(b'{"error":%b}' % bytes(error)).message)
-        rest.check_echo(raw_value(fields, "prompt_token_ids"))
+        rest.check_echo(raw_value(fields, "prompt_token_ids"), parsed=parsed)
         for choice in _choices(fields):
             delta = read_response_field(choice, "delta", Fields, _ROUTE) or {}
             delta.pop("role", None)
             tokens = read_response_field(choice, "token_ids", list[int], _ROUTE) or []
             ended = not is_null(choice.get("finish_reason", _NULL))
+            has_ended |= ended
+            has_text |= raw_value(delta, "content") not in (None, b'""')
+            if rest.sampled and not (parsed or has_text) and raw_value(delta, "tool_calls") is not None:
+                raise CannotGoOn("the engine parses what follows the break as a call, without what is before")
             if not (ended or tokens or any(raw_value(delta, name) not in (None, b'""') for name in delta)):
                 continue  # the chunk with the role
             chunk = {**fields, **head, "choices": raw([_placed(choice | {"delta": raw(delta)}, rest)])}
@@ -181,11 +200,13 @@ async def rest_events(response: Response, rest: Rest, head: Fields) -> AsyncIter
             if (usage := read_response_field(fields, "usage", dict[str, Any], _ROUTE)) is not None:
                 chunk["usage"] = raw(_counted(usage, len(rest.sampled)))
             yield data_event(join(chunk)), len(tokens)
+    if not has_ended:
+        raise EngineBroken("the engine ended its stream before the turn ended")
 
 
-def full_event(head: Fields, choice: int) -> bytes:
-    """The event that ends a choice of which no more ids may be sampled."""
-    end = {"index": choice, "delta": {}, "token_ids": [], "finish_reason": "length"}
+def end_event(head: Fields, choice: int, reason: str) -> bytes:
+    """The event that ends a choice of which no more ids are sampled."""
+    end = {"index": choice, "delta": {}, "token_ids": [], "finish_reason": reason}
     return data_event(join({**head, "choices": raw([end])}))
 
 
@@ -208,15 +229,15 @@ def joined(body: bytes, rest: Rest, more: bytes, *, parsed: bool) -> bytes:
         CannotGoOn: the next engine used other ids as its prompt.
     """
     fields, further = parse_response(body, _ROUTE), parse_response(more, _ROUTE)
-    rest.check_echo(raw_value(further, "prompt_token_ids"))
+    rest.check_echo(raw_value(further, "prompt_token_ids"), parsed=parsed)
     choices, rests = _choices(fields), _choices(further)
     if len(rests) != 1:
         raise EngineBroken(f"{_ROUTE} returned {len(rests)} choices for one")
     position = next(at for at, each in enumerate(choices) if (read(each, "index", int) or 0) == rest.choice)
     first, choice = choices[position], _placed(rests[0], rest)
-    if not parsed:
+    if not parsed and (text := rest.message.get("content")):
         message = read_response_field(choice, "message", dict[str, Any], _ROUTE) or {}
-        message["content"] = (rest.message.get("content") or "") + (message.get("content") or "")
+        message["content"] = text + (message.get("content") or "")
         choice["message"] = raw(message)
     new = read_response_field(choice, "token_ids", list[int], _ROUTE) or []
     choice["token_ids"] = raw([*rest.sampled, *new])

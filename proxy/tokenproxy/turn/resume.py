@@ -20,12 +20,13 @@ from tokenproxy.base.request import ResumePolicy
 from tokenproxy.base.types import Fields
 from tokenproxy.engine.sse import data_event
 from tokenproxy.fleet.dispatch import Work
+from tokenproxy.fleet.replica import Replica
 from tokenproxy.record.completion import Completion as Recorded
 from tokenproxy.record.recorder import Recording
 from tokenproxy.record.vocabulary import ABORTED
 from tokenproxy.turn import wire
 from tokenproxy.turn.answer import Answer
-from tokenproxy.turn.rest import Rest, full_event, is_full, joined, rest_events, usage_event
+from tokenproxy.turn.rest import Rest, end_event, is_full, joined, rest_events, usage_event
 from tokenproxy.turn.sending import PlannedTurn
 from tokenproxy.turn.wire import ABSENT, Completion
 
@@ -40,6 +41,13 @@ _FRUITLESS_ABORTS = 100
 """How often in a row a turn is resumed and no id comes: updates may follow one another fast."""
 _FRUITLESS_FAILURES = 3
 """The same after failures, of which the turn may be the cause."""
+_TIMES_ANEW = 5
+"""How often a turn is sampled anew that cannot go on: updates may follow one another faster than it ends."""
+_TOO_MANY_REQUESTS = 429
+
+
+class _AbortAsked(CannotGoOn):
+    """Somebody asked for an abort while the turn waited for a replica."""
 
 
 class Resume:
@@ -56,8 +64,8 @@ class Resume:
         self._aborts_too = turn.services.settings.resume is ResumePolicy.ALL
         self._possible = turn.resumable
         self._sampled = -1
-        self._fruitless = 0
-        """How often in a row no id came."""
+        self._fruitless = self._times_anew = 0
+        """How often in a row no id came, and how often it was sampled anew."""
 
     def covers(self, completion: Completion) -> bool:
         """Whether the turn may go on after a chunk with which its engine breaks off."""
@@ -73,20 +81,25 @@ class Resume:
         """Whether the turn goes on after a break; its segment has ended then.
 
         Args:
-            rests: the choices that did not end.
+            rests: the choices that did not end; none if only the end of a stream is missing.
             why: why the engine broke off, in one word; `abort` only where the turn may go on after that.
         """
+        if not rests:
+            return self._possible
         may = self._possible and all(rest.prompt for rest in rests) and await self._may_repeat(rests, why)
         if may:
             await self._turn.end_segment({rest.choice: len(rest.sampled) for rest in rests}, why)
         self._count(why, "resumed" if may else "ended")
         return may
 
-    async def events(self, rests: Sequence[Rest], head: Fields, ended: int) -> AsyncIterator[bytes]:
+    async def events(
+        self, rests: Sequence[Rest], head: Fields, prompt: bytes, ended: int
+    ) -> AsyncIterator[bytes]:
         """The rest of a stream.
 
         Args:
             head: the fields that its chunks share.
+            prompt: as a JSON array of ids.
             ended: number of ids of the choices that have ended.
 
         Raises:
@@ -98,18 +111,23 @@ class Resume:
         for rest in rests:
             count = len(rest.sampled)
             if is_full(self._turn.request.fields, count):
-                yield full_event(head, rest.choice)
+                yield end_event(head, rest.choice, "length")
             else:
-                response = await self._send(partial(self._turn.send_rest, rest))
+                try:
+                    response = await self._send(partial(self._turn.send_rest, rest))
+                except _AbortAsked:
+                    yield end_event(head, rest.choice, ABORTED)
+                    continue
                 self._cleanup.push_async_callback(response.aclose)
                 try:
-                    async for event, new in rest_events(response, rest, head):
+                    more = rest_events(response, rest, head, parsed=self._turn.parses_ids)
+                    async for event, new in more:
                         count += new
                         yield event
                 finally:
                     await response.aclose()  # it counts as running until then
             sampled += count
-        yield usage_event(head, ids.check(rests[0].prompt), sampled)
+        yield usage_event(head, ids.check(prompt), sampled)
         yield data_event(b"[DONE]")
 
     async def whole(self, body: bytes, completion: Recorded) -> bytes | None:
@@ -138,6 +156,8 @@ class Resume:
             # what has ended by itself is not dropped for the sake of another choice
             if len(aborted) == len(completion.choices) and await self._may_repeat((), ABORTED):
                 return await self._anew()
+        except _AbortAsked:
+            return None
         except (EngineBroken, CannotGoOn) as error:
             log.info("a turn is sampled anew: %s", error)
             return await self._anew()
@@ -150,6 +170,9 @@ class Resume:
         log.info("%s broke a turn off (%s): %s", self._turn.replica.name, why, result)
 
     async def _anew(self) -> bytes | None:
+        if self._times_anew == _TIMES_ANEW:
+            return None
+        self._times_anew += 1
         self._count(ABORTED, "anew")
         await self._turn.end_segment(None, ABORTED)
         try:
@@ -185,13 +208,22 @@ class Resume:
         finally:
             await response.aclose()
 
+    async def _unless_asked(self, work: Work, replica: Replica) -> Response:
+        """Send it, unless somebody asked for an abort while it waited. Raises _AbortAsked then."""
+        if self._turn.services.fleet.weights.state.aborts != self._turn.aborts:
+            raise _AbortAsked("an abort was asked for")
+        return await work(replica)
+
     async def _send(self, work: Work) -> Response:
-        """The response of a replica that goes on. Waits for one that responds."""
+        """The response of a replica that goes on. Waits for one that responds and is not full."""
         turn, deadline = self._turn, monotonic() + _NO_REPLICA_S
         while True:
             try:
-                response = await turn.services.fleet.send(work, turn.routing())
-                break
+                response = await turn.services.fleet.send(partial(self._unless_asked, work), turn.routing())
+                if response.status != _TOO_MANY_REQUESTS or monotonic() > deadline:
+                    break
+                await response.aclose()
+                await asyncio.sleep(_RETRY_S)
             except EngineUnavailable:
                 if monotonic() > deadline:
                     raise

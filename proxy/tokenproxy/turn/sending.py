@@ -79,7 +79,7 @@ class PlannedTurn:
     hides_weights: bool = field(init=False, default=False)
     """Whether the engine was asked which weights sampled its ids, and not by the client."""
     aborts: int = field(init=False, default=0)
-    """`FleetState.aborts` when it was sent."""
+    """`FleetState.aborts` when all of it was sent."""
     parses_ids: bool = field(init=False, default=False)
     """Whether the engine of `send_rest` parses the ids from before the break too."""
     _parts: list[_Part] = field(init=False, default_factory=list)
@@ -95,6 +95,7 @@ class PlannedTurn:
             ApiError: as `Engine.send`.
         """
         fields, request, plan = self._begin(replica), self.request, self.plan
+        self.aborts = self.services.fleet.weights.state.aborts
         headers, route = _headers(request, plan), request.engine_route
         if plan.prompt and route is EngineRoute.CHAT:
             response = await self._send_ids(replica, fields, headers)
@@ -119,7 +120,7 @@ class PlannedTurn:
         self.parses_ids = capabilities.parses_ids and bool(rest.sampled)
         token_in = GenerateTokenIn() if self.parses_ids else capabilities.require_token_in()
         if rest.sampled and not self.parses_ids:
-            await check_text(replica.engine, rest, headers)
+            await check_text(replica.engine, rest, self.request, headers)
         self.tag.progress = unknown
         completion = TokenRequest(rest.prompt, fields, headers, sampled=rest.sampled, check=rest.check)
         return await token_in.complete(replica.engine, completion)
@@ -155,7 +156,7 @@ class PlannedTurn:
             raise Unavailable("the fleet serves another model since this request began: send it again")
         request, plan, services = self.request, self.plan, self.services
         self.replica, weights = replica, services.fleet.weights
-        self.tag, self.aborts = weights.begin(replica, stream=request.stream), weights.state.aborts
+        self.tag = weights.begin(replica, stream=request.stream)
         if self._parts:
             self._parts[-1].tag = self.tag
         recorded = plan.placement.conversation is not None

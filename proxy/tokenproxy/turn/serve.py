@@ -80,11 +80,14 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
             return RecordedStream(response, answer, recording, attempt, cleanup, tag, resume)
         body = await response.read()
         completion, shown = await _read(body, plan, answer, services)
-        if completion.broken_off:
+        if shown is None:
             resume = Resume(turn, recording, answer, stack)
-            while completion.broken_off and (more := await resume.whole(body, completion)):
+            while shown is None and (more := await resume.whole(body, completion)):
                 body = more
                 completion, shown = await _read(body, plan, answer, services)
+            if shown is None:
+                completion, shown = await _read(body, plan, answer, services, final=True)
+            assert shown is not None  # the last one is
         await recording.add(completion)
         if isinstance(shown, ApiError):
             raise shown
@@ -97,19 +100,26 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
 
 
 async def _read(
-    body: bytes, plan: PromptPlan, answer: Answer, services: Services
-) -> tuple[Completion, bytes | ApiError]:
+    body: bytes, plan: PromptPlan, answer: Answer, services: Services, *, final: bool = False
+) -> tuple[Completion, bytes | ApiError | None]:
     """As `_read_now`, on a thread if it is long."""
     if len(body) < _READ_ON_THREAD_BYTES:
-        return _read_now(body, plan, answer)
-    return await services.encoders.run(partial(_read_now, body, plan, answer))
+        return _read_now(body, plan, answer, final)
+    return await services.encoders.run(partial(_read_now, body, plan, answer, final))
 
 
-def _read_now(body: bytes, plan: PromptPlan, answer: Answer) -> tuple[Completion, bytes | ApiError]:
-    """What is recorded of a whole completion, and what its client gets, which may be an error."""
+def _read_now(
+    body: bytes, plan: PromptPlan, answer: Answer, final: bool
+) -> tuple[Completion, bytes | ApiError | None]:
+    """What is recorded of a whole completion, and what its client gets, which may be an error.
+
+    That is None if the engine broke off and more may follow, which it does not after a `final` one.
+    """
     batch = plan.batch
     parsed = parsing.parse(body, tokens=answer.reads_tokens, whole=True, one_prompt=batch is None)
     completion = read_completion(parsed, plan.prompt, batch)
+    if completion.broken_off and not final:
+        return completion, None
     try:
         return completion, answer.whole(parsed, body, completion)
     except ApiError as error:

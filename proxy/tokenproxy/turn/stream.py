@@ -153,19 +153,20 @@ class RecordedStream:
         return self._done or self._reader.complete or self._reader.failed
 
     async def _goes_on(self, why: str) -> bool:
-        """Whether blocks follow after a break: of the next engine, or the events that were held."""
-        if self._is_over:
+        """Whether blocks follow after a break: of the next engine, events that were held, or the end."""
+        if self._done or self._reader.failed:
             return False
         held, self._ends = self._ends, []
         rests, first = self._reader.rests(), self._first
         if held:
             why, self._aborted = (ABORTED if self._aborted else "error"), False
-        if first is not None and await self._resume.end_segment(rests, why):
+        prompt = self._reader.prompt
+        if first is not None and prompt and await self._resume.end_segment(rests, why):
             await self._response.aclose()  # it counts as running until then
             names = {"id": first.id, "object": _CHUNK, "created": first.created, "model": first.model}
             head = {name: raw(value) for name, value in names.items()}
             ended = self._reader.sampled - sum(len(rest.sampled) for rest in rests)
-            self._blocks = _Blocks(self._resume.events(rests, head, ended))
+            self._blocks = _Blocks(self._resume.events(rests, head, prompt, ended))
             return True
         self._resume.give_up()
         self._blocks = _Blocks(_each(held))

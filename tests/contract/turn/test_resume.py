@@ -16,6 +16,7 @@ from tests.support.utils import run_proxy, wait_until
 
 _EVIDENCE = {"return_token_ids": True, "logprobs": True, "stream_options": {"include_usage": True}}
 _JSON = {"content-type": "application/json"}
+_IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 _BOTH = pytest.mark.parametrize("variant", [Variant.CHAT, Variant.SCALE_OUT], ids=str)
 
@@ -265,6 +266,105 @@ def test_a_break_after_the_last_id(tiny_model: TinyModel) -> None:
         assert (turn["ids"], turn["finish_reason"], turn.get("problem")) == (list(SPLIT[:5]), "length", None)
 
 
+@_BOTH
+@pytest.mark.parametrize("how", ["error", "reset", "close"])
+def test_a_break_behind_the_finish(tiny_model: TinyModel, variant: Variant, how: Any) -> None:
+    """Only the usage and the end are missing."""
+    with _two(tiny_model, variant) as two:
+        at = len(SPLIT) + 1
+        two.script(Reply(ids=SPLIT, **({"error_at": at} if how == "error" else {"break_at": at, "how": how})))
+        body = {"messages": [user("Hi")], "stream": True, **_EVIDENCE}
+        answer = two.client.post(CHAT, json=body, headers={"x-session-id": "s"})
+        assert answer.content.endswith(b"data: [DONE]\n\n") and b'"error"' not in answer.content
+        assert list(data_of(answer.content))[-1]["usage"]["completion_tokens"] == len(SPLIT)
+        assert _turn(two.client, "s")["segments"] == []
+
+
+def test_a_next_engine_that_ends_too_early(tiny_model: TinyModel) -> None:
+    """Its stream ends in order, and without a finish reason: that is one more break."""
+    with _two(tiny_model, Variant.CHAT) as two:
+        two.script(Reply(ids=SPLIT, break_at=3), Reply(ids=SPLIT[2:], break_at=2), Reply(ids=SPLIT[3:]))
+        body = {"messages": [user("Hi")], "stream": True}
+        answer = two.client.post(CHAT, json=body, headers={"x-session-id": "s"})
+        assert b'"finish_reason":"stop"' in answer.content
+        turn = _turn(two.client, "s")
+        assert (turn["ids"], len(turn["segments"])) == (list(SPLIT), 3)
+
+
+def test_a_turn_is_not_sampled_anew_without_end(tiny_model: TinyModel) -> None:
+    """Reasoning cannot go on here, and each update comes before the turn has ended."""
+    with _two(tiny_model, Variant.CHAT, resume="all") as two:
+        message = {"content": None, "reasoning": "hm"}
+        two.script(*[Reply(ids=SPLIT[: 2 + n % 3], finish="abort", message=message) for n in range(20)])
+        answer = two.client.post(CHAT, json={"messages": [user("Hi")]}, headers={"x-session-id": "s"})
+        assert answer.json()["choices"][0]["finish_reason"] == "abort"
+        dropped = [each for each in _turn(two.client, "s")["segments"] if each["end"] == 0]
+        assert len(dropped) == 5
+
+
+def test_a_stream_with_an_image_does_not_go_on(tiny_model: TinyModel) -> None:
+    """The next engine would get the ids of the image, and no image."""
+    with _two(tiny_model, Variant.CHAT) as two:
+        two.script(Reply(ids=SPLIT, break_at=3), Reply(ids=SPLIT[2:]))
+        messages = [{"role": "user", "content": [_IMAGE]}]
+        *_, last = data_of(two.client.post(CHAT, json={"messages": messages, "stream": True}).content)
+        assert last["error"]["code"] == 502 and not two.generated()
+
+
+def test_a_rest_that_begins_with_a_call_may_be_text(tiny_model: TinyModel) -> None:
+    """The engine parsed it alone. After text, some parsers find no call."""
+    function = {"name": "f", "arguments": "{}"}
+    call = {"content": None, "tool_calls": [{"id": "c", "type": "function", "function": function}]}
+    with _two(tiny_model, Variant.CHAT, resume="all") as two:
+        body = {"messages": [user("Hi")], "tools": [_TOOL]}
+        two.script(Reply(ids=SPLIT, break_at=3), Reply(ids=SPLIT[2:], message=call, finish="tool_calls"))
+        *_, last = data_of(two.client.post(CHAT, json={**body, "stream": True}).content)
+        assert "as a call" in last["error"]["message"]
+        two.script(Reply(ids=SPLIT[:3], finish="abort"), Reply(ids=SPLIT))
+        answer = two.client.post(CHAT, json=body, headers={"x-session-id": "s"})
+        assert answer.json()["choices"][0]["message"]["content"] == "hello"
+        assert _turn(two.client, "s")["segments"][0]["end"] == 0, "sampled anew"
+
+
+def test_a_whole_response_says_nothing_twice(tiny_model: TinyModel) -> None:
+    with _two(tiny_model, Variant.CHAT, resume="all") as two:
+        two.script(Reply(ids=SPLIT[:3], finish="abort"), Reply(ids=SPLIT[3:]))
+        body = {"model": "tiny", "input": "Hi"}
+        answer = two.client.post("/v1/responses", json=body, headers={"x-session-id": "s"})
+        assert [part["text"] for item in answer.json()["output"] for part in item["content"]] == ["hello"]
+
+
+def test_an_abort_that_is_asked_for_while_a_turn_waits(tiny_model: TinyModel) -> None:
+    """An update cut the turn, and the trainer drops all requests before it resumes."""
+    with _two(tiny_model, Variant.CHAT, resume="all") as two:
+        for engine in two.engines:
+            for path in ("/pause", "/resume", "/abort_requests"):
+                engine.canned[path] = Canned(b'{"aborted": 1}', 200, _JSON)
+        two.script(Reply(ids=SPLIT[:3], finish="abort", hold_at=2), Reply(ids=SPLIT[3:]))
+        body = {"messages": [user("Hi")], "stream": True}
+        with two.client.stream("POST", CHAT, json=body, headers={"x-session-id": "s"}) as answer:
+            wait_until(lambda: sum(engine.held for engine in two.engines))
+            assert two.client.post("/pause?mode=abort").status_code == 200
+            for engine in two.engines:
+                engine.release()
+            resumed = 'tokenproxy_broken_turns_total{reason="abort",result="resumed"} 1.0'
+            wait_until(lambda: resumed in two.client.get("/metrics").text)
+            assert two.client.post("/abort_requests", json={"abort_all": True}).status_code == 200
+            assert two.client.post("/resume").status_code == 200
+            answer.read()
+        turn = _turn(two.client, "s")
+        assert (turn["ids"], turn["finish_reason"]) == (list(SPLIT[:3]), "abort")
+
+
+def test_a_full_replica_is_asked_again(tiny_model: TinyModel) -> None:
+    with _two(tiny_model, Variant.CHAT) as two:
+        full = Reply(error=Canned(b'{"error": {"message": "full"}}', 429, _JSON))
+        two.script(Reply(ids=SPLIT, break_at=3), full, Reply(ids=SPLIT[2:]))
+        body = {"messages": [user("Hi")], "stream": True}
+        assert b"error" not in two.client.post(CHAT, json=body, headers={"x-session-id": "s"}).content
+        assert _turn(two.client, "s")["ids"] == list(SPLIT)
+
+
 def test_a_broken_response_does_not_count_as_running(tiny_model: TinyModel) -> None:
     """Else a turn of a full replica waits for itself."""
     with (
@@ -277,7 +377,7 @@ def test_a_broken_response_does_not_count_as_running(tiny_model: TinyModel) -> N
         assert _turn(client, "s")["ids"] == list(SPLIT)
 
 
-@pytest.mark.parametrize("fault", ["echo", "text without ids", "no text"])
+@pytest.mark.parametrize("fault", ["echo", "echo of the prompt", "text without ids", "no text"])
 def test_nothing_is_guessed(tiny_model: TinyModel, fault: str) -> None:
     """The next engine used other ids, the ids so far are unknown, or nothing tells what they spell."""
     with _two(tiny_model, Variant.CHAT, resume="all") as two:
@@ -285,8 +385,9 @@ def test_nothing_is_guessed(tiny_model: TinyModel, fault: str) -> None:
             for engine in two.engines:
                 engine.canned["/detokenize"] = Canned(b"{}", 404)
         broken = Reply(ids=SPLIT[:3], finish="abort", silent=("ids",) if fault.startswith("text") else ())
-        rest = Reply(ids=SPLIT[3:], echo=(1, 2, 3) if fault == "echo" else None)
-        two.script(broken, *[rest] * (fault == "echo"), Reply(ids=SPLIT))
+        echoes = {"echo": (1, 2, 3), "echo of the prompt": tuple(tiny_model.render([user("Hi")]))}
+        rests = [Reply(ids=SPLIT[3:], echo=echo) for name, echo in echoes.items() if name == fault]
+        two.script(broken, *rests, Reply(ids=SPLIT))
         answer = two.client.post(CHAT, json={"messages": [user("Hi")]}, headers={"x-session-id": "s"})
         assert answer.json()["choices"][0]["message"]["content"] == "hello", "sampled anew"
         turn = _turn(two.client, "s")
