@@ -131,7 +131,7 @@ class CompletionReader:
     _choices: dict[int, "_StreamedChoice"] = field(init=False, default_factory=dict)
     _ended: int = field(init=False, default=0)
     _cached_tokens: int | None = field(init=False, default=None)
-    _usage_read: bool = field(init=False, default=False)
+    usage_read: bool = field(init=False, default=False)
     """Whether the chunk after the last choice was read, which has no choices."""
     _new: list["_StreamedChoice"] = field(init=False, default_factory=list)
     """Choices that ended and were not returned yet."""
@@ -157,7 +157,7 @@ class CompletionReader:
             self._echoes[0].read(bytes(chunk.prompt_token_ids))
         if usage is not None and self.batch is None and usage.cached_tokens is not None:
             self._cached_tokens = usage.cached_tokens
-        self._usage_read |= self.complete and not choices
+        self.usage_read |= self.complete and not choices
         alone = len(choices) == 1
         sure = alone or len({choice.index or 0 for choice in choices}) == len(choices)
         for choice in choices:
@@ -213,7 +213,7 @@ class CompletionReader:
     @property
     def awaits_usage(self) -> bool:
         """Whether all choices have ended, and the next chunk may tell how many prompt ids were cached."""
-        told = self._usage_read or self._cached_tokens is not None
+        told = self.usage_read or self._cached_tokens is not None
         return self.complete and self.batch is None and not (told or self.failed)
 
     @property

@@ -93,7 +93,7 @@ class Resume:
         return may
 
     async def events(
-        self, rests: Sequence[Rest], head: Fields, prompt: bytes, ended: int
+        self, rests: Sequence[Rest], head: Fields, prompt: bytes, ended: int, *, told: bool
     ) -> AsyncIterator[bytes]:
         """The rest of a stream.
 
@@ -101,6 +101,7 @@ class Resume:
             head: the fields that its chunks share.
             prompt: as a JSON array of ids.
             ended: number of ids of the choices that have ended.
+            told: whether the usage of the whole stream came.
 
         Raises:
             EngineBroken: this engine broke off too.
@@ -127,7 +128,8 @@ class Resume:
                 finally:
                     await response.aclose()  # it counts as running until then
             sampled += count
-        yield usage_event(head, ids.check(prompt), sampled)
+        if not told:
+            yield usage_event(head, ids.check(prompt), sampled)
         yield data_event(b"[DONE]")
 
     async def whole(self, body: bytes, completion: Recorded) -> bytes | None:

@@ -166,7 +166,9 @@ class RecordedStream:
             names = {"id": first.id, "object": _CHUNK, "created": first.created, "model": first.model}
             head = {name: raw(value) for name, value in names.items()}
             ended = self._reader.sampled - sum(len(rest.sampled) for rest in rests)
-            self._blocks = _Blocks(self._resume.events(rests, head, prompt, ended))
+            self._blocks = _Blocks(
+                self._resume.events(rests, head, prompt, ended, told=self._reader.usage_read)
+            )
             return True
         self._resume.give_up()
         self._blocks = _Blocks(_each(held))
