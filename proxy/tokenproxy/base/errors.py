@@ -11,6 +11,7 @@
     ├── HeadTooLarge       431  the request line and headers are over the limit
     ├── Unsupported        501  no engine supports the request; the message names what to upgrade or enable
     ├── EngineBroken       502  the engine closed the connection or returned a malformed response
+    ├── CannotGoOn         502  a turn whose engine broke off cannot go on from the ids sampled so far
     ├── Unavailable        503  the same request may succeed later; sent with Retry-After
     │   ├── EngineUnavailable  503  no engine responds
     │   │   └── RendererUnavailable  503  no engine renders the messages
