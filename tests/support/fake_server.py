@@ -18,6 +18,7 @@ from tests.support.ports import held_port
 
 T = TypeVar("T")
 _PATIENCE_S = 10.0
+_DONE = b"data: [DONE]\n\n"
 _DEAD = b'data: {"error":{"message":"EngineCore encountered an issue.","code":500}}\n\ndata: [DONE]\n\n'
 """What vLLM's API server sends to the streams of a core that died."""
 
@@ -195,8 +196,8 @@ class FakeServer:
                 if position == reply.hold_at:
                     self.held += 1
                     await self._released.wait()
-                if position == reply.error_at:
-                    await response.write(_DEAD)
+                if position in (reply.error_at, reply.done_at):
+                    await response.write(_DEAD if position == reply.error_at else _DONE)
                     break
                 breaks = position == reply.break_at
                 if not stream and (not breaks or reply.how in ("head", "inside", "chunked")):

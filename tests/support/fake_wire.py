@@ -54,6 +54,8 @@ class Reply:
     """Break the connection instead of sending this event."""
     error_at: int | None = None
     """Report an error of the engine instead of this event of a stream, and end it."""
+    done_at: int | None = None
+    """End a stream in order instead of sending this event."""
     how: Literal["close", "reset", "head", "inside", "chunked"] = "close"
     """An orderly end, a TCP reset, an orderly end after the head of the answer or inside the event, and the
     last for an answer that does not announce its length."""

@@ -283,7 +283,7 @@ def test_a_break_behind_the_finish(tiny_model: TinyModel, variant: Variant, how:
 def test_a_next_engine_that_ends_too_early(tiny_model: TinyModel) -> None:
     """Its stream ends in order, and without a finish reason: that is one more break."""
     with _two(tiny_model, Variant.CHAT) as two:
-        two.script(Reply(ids=SPLIT, break_at=3), Reply(ids=SPLIT[2:], break_at=2), Reply(ids=SPLIT[3:]))
+        two.script(Reply(ids=SPLIT, break_at=3), Reply(ids=SPLIT[2:], done_at=2), Reply(ids=SPLIT[3:]))
         body = {"messages": [user("Hi")], "stream": True}
         answer = two.client.post(CHAT, json=body, headers={"x-session-id": "s"})
         assert b'"finish_reason":"stop"' in answer.content
