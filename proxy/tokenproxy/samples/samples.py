@@ -26,6 +26,7 @@ import msgspec
 from tokenproxy.record.store import Session
 from tokenproxy.record.turn import Turn, WeightSpan, unpack_ids, unpack_logprobs
 from tokenproxy.samples.classes import UNKNOWN, classes_of, selected
+from tokenproxy.samples.segments import Segment, segments_of
 from tokenproxy.samples.tree import TurnTree, last_request, parsed
 
 Shared = Literal["once", "each"]
@@ -154,6 +155,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """Of the last turn."""
     parent_agent: str = ""
     """The agent that started that of the last turn; empty for the first agent of a session, or if unknown."""
+    continues: str = ""
+    """The turn that caused this conversation, as its summary: see `tokenproxy.samples.segments`. Empty if it
+    begins a chain."""
+    segment: int = 0
+    """Position in the chain."""
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,6 +207,7 @@ def samples_of(
             other classes after the last wanted one of a path are left out.
     """
     classes = classes_of(turns)
+    segments = segments_of(turns, classes)
     tree = TurnTree(selected(turns, classes, wanted) if wanted else turns)
     rewards = {turn_id: reward for turn_id, reward in rewards.items() if math.isfinite(reward)}
     trainable = {turn.id for turn in turns if not wanted or (classes[turn.id] or UNKNOWN) in wanted}
@@ -217,7 +224,9 @@ def samples_of(
         }
         whole = tree.is_leaf(leaf)
         samples.append(
-            _sample(path, trained, classes, rewards, session, delivered, index, revision, whole=whole)
+            _sample(
+                path, trained, classes, segments, rewards, session, delivered, index, revision, whole=whole
+            )
         )
     refused = [
         Refused(rollout=_name(session, leaf), leaf=leaf.id, turn=fault.turn, reason=fault.reason)
@@ -250,6 +259,7 @@ def _sample(
     path: Sequence[Turn],
     trained: set[str],
     classes: Mapping[str, str],
+    segments: Mapping[str, Segment],
     rewards: Mapping[str, float],
     session: Session | None,
     delivered: set[str],
@@ -263,6 +273,7 @@ def _sample(
     Args:
         trained: ids of the turns whose mask is 1.
         classes: those of `classes_of`.
+        segments: those of `segments_of`.
         delivered: digests of the images that earlier samples hold; those of this sample are added.
     """
     joined = _join(path, trained, classes, rewards)
@@ -299,6 +310,8 @@ def _sample(
         request_class=classes[last.id],
         agent=last.agent,
         parent_agent=last.parent_agent,
+        continues=segments[path[0].id].continues,
+        segment=segments[path[0].id].number,
     )
 
 
