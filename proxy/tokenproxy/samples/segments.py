@@ -20,6 +20,8 @@ and put words around them. That takes time linear in the texts.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from chat_tokenizer import InvalidMessages
 from chat_tokenizer.canonical import NO_DEFAULTS
 from tokenproxy.record.identity import digest_message
@@ -28,7 +30,7 @@ from tokenproxy.record.turn import Turn
 from tokenproxy.samples.classes import OF_AGENTS, Opening, differ, text_of
 from tokenproxy.samples.tree import parsed
 
-_MARKS, _STOPS = b'<>()[]{}"`*#|\t\r', b".:;!?-"
+_MARKS, _STOPS = b'<>()[]{}"`*#|\\\t\r', b".:;!?-"
 _PUNCTUATION = bytes.maketrans(_MARKS + _STOPS, b"\n" * len(_MARKS) + b"." * len(_STOPS))
 """Marks end a phrase; stops do only before white space: `src/parser.py` is a part of one."""
 _PHRASE_BYTES = 8
@@ -66,6 +68,12 @@ def segments_of(turns: Sequence[Turn], classes: Mapping[str, str]) -> dict[str, 
         elif turn.parent in segments:
             segments[turn.id] = Segment(segments[turn.parent].number)
     return segments
+
+
+class _Calls(msgspec.Struct):
+    """The tool calls of a message, as JSON: nothing else reads them at any nesting."""
+
+    tool_calls: msgspec.Raw = msgspec.Raw(b"")
 
 
 class _Agent(NamedTuple):
@@ -118,8 +126,10 @@ class _Chains:
             self._causes[turn.id] = cause
         for phrase in said | _phrases(each for each in messages if each.get("role") == "tool"):
             self._sent.setdefault(phrase, turn.id)
-        calls = str(answer.get("tool_calls")).replace("\\n", "\n")  # arguments are JSON in a text
-        sampled = _phrases([answer]) - _phrases([{"content": calls}])
+        calls = parsed(turn.message, _Calls) or _Calls()
+        # arguments are JSON in a text
+        given = bytes(calls.tool_calls).decode(errors="replace").replace("\\n", "\n")
+        sampled = _phrases([answer]) - _phrases([{"content": given}])
         for anchor in sampled | _copy_digest(messages, answer):
             self._sampled.setdefault(anchor, []).append(turn.id)
         return cause

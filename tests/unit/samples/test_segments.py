@@ -143,11 +143,12 @@ def test_messages_that_cannot_be_read_are_in_no_chain() -> None:
 
 def test_a_text_that_was_given_to_a_tool_is_no_cause() -> None:
     """The prompt of a sub-agent whose requests look like those of its parent."""
-    arguments = msgspec.json.encode({"prompt": _SUMMARY}).decode()
+    text = _SUMMARY.replace(". ", ".\n")
+    arguments = msgspec.json.encode({"prompt": text}).decode()
     call = {"id": "call_1", "type": "function", "function": {"name": "agent", "arguments": arguments}}
-    message = msgspec.json.encode(_said(f"I ask: {_SUMMARY}", tool_calls=[call]))
+    message = msgspec.json.encode(_said(f"I ask: {text} {text[:-1]}", tool_calls=[call]))
     a = root("a", [1], [2], messages=msgspec.json.encode([_SYSTEM, _TASK]), message=message)
-    assert _links([a, _new("c", [_SYSTEM, _AGAIN])]) == {}
+    assert _links([a, _new("c", [_SYSTEM, {"role": "user", "content": f"{text} {_SUMMARY}"}])]) == {}
 
 
 def test_a_conversation_that_goes_on_was_not_replaced() -> None:
