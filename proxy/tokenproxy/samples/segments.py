@@ -2,13 +2,13 @@
 
 Law: a first turn continues an earlier turn only if its messages hold what that turn sampled, as one of
 
-    a text      at least 120 bytes of the turn's content, in messages but those of assistants and tools
+    a text      at least 120 bytes of the turn's content, in messages but for those of assistants and tools
     a copy      the last assistant's message is the turn's: the history went on edited, or with other tools
 
-and nothing contradicts it: both belong to one agent, their system messages begin alike, no request continued
-the turn after the first turn was sent, and no other request sent the text before. Text that the turn also
-wrote into the arguments of a call was given to a tool, as a sub-agent's prompt is, and does not count. Side
-calls, and sub-agents that no client names, are in no chain.
+and nothing contradicts it: both belong to one agent, their system messages begin alike, the new conversation
+goes on longer than the old one, as that of a sub-agent does not, and no other request sent the text before.
+Text that the turn also wrote into the arguments of a call was given to a tool, as the prompt of a sub-agent,
+and does not count. Side calls, and sub-agents that no client names, are in no chain.
 
 If several turns are held, the latest one counts, provided that it continues all others in its chain. If it
 does not, as for two turns with the same text, nothing decides, and the first turn begins a chain of its own.
@@ -159,7 +159,7 @@ class _Chains:
                 writer: anchors
                 for writer, anchors in held.items()
                 if sizes[writer] >= _ENOUGH_BYTES
-                and self._last[writer] < turn.id
+                and self._last[writer] < self._last[turn.id]
                 and agent.may_continue(self._agents[writer])
             }
         )

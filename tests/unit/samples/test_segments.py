@@ -152,11 +152,12 @@ def test_a_text_that_was_given_to_a_tool_is_no_cause() -> None:
 
 
 def test_a_conversation_that_goes_on_was_not_replaced() -> None:
-    turns = _summarised()
-    c = _new("c", [_SYSTEM, _AGAIN])
-    assert _links([*turns, c, _next("d", turns[1], _ASK)]) == {}
-    # what came before the new conversation does not count: notes are sampled before the last turn
-    assert _links([*turns, _next("b1", turns[1], _ASK), c]) == {"c": ("b", 1)}
+    turns = [*_summarised(), _new("c", [_SYSTEM, _AGAIN])]
+    d = _next("d", turns[1], _ASK)
+    assert _links([*turns, d]) == {}
+    # notes are sampled before the last turn; and terminus-2 asks the old conversation once more
+    assert _links([*turns, _next("b1", turns[1], _ASK)]) == {"c": ("b", 1)}
+    assert _links([*turns, d, _next("e", turns[2], _ASK)]) == {"c": ("b", 1)}
 
 
 def test_a_text_that_another_request_sent_first_is_no_cause() -> None:
