@@ -13,6 +13,7 @@ turns without a stated class, of which the first that applies decides:
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -103,7 +104,7 @@ class Opening(msgspec.Struct, frozen=True):
     """How a conversation begins."""
 
     system: str
-    """The text of its system messages."""
+    """The text of the system messages with which it begins: later ones change within a conversation."""
     user: str
     """That of its first user message."""
     messages: int
@@ -115,7 +116,8 @@ class Opening(msgspec.Struct, frozen=True):
         messages = parsed(turn.messages, list[dict[str, Any]])
         if messages is None:
             return None
-        system = [text_of(each) for each in messages if each.get("role") in _SYSTEM_ROLES]
+        first = takewhile(lambda each: each.get("role") in _SYSTEM_ROLES, messages)
+        system = [text_of(each) for each in first]
         others = [each for each in messages if each.get("role") not in _SYSTEM_ROLES]
         user = next((text_of(each) for each in others if each.get("role") == "user"), "")
         return cls("\n".join(system), user, len(others))
