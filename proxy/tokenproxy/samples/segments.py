@@ -10,8 +10,9 @@ goes on longer than the old one, as that of a sub-agent does not, and no other r
 Text that the turn also wrote into the arguments of a call was given to a tool, as the prompt of a sub-agent,
 and does not count. Side calls, and sub-agents that no client names, are in no chain.
 
-If several turns are held, the latest one counts, provided that it continues all others in its chain. If it
-does not, as for two turns with the same text, nothing decides, and the first turn begins a chain of its own.
+Texts come first: a copy next to one is a kept message, unless its turn came after that of the text. Of
+several turns, the latest counts, provided that it continues all others in its chain. If it does not, as for
+two turns with the same text, nothing decides, and the first turn begins a chain of its own.
 
 Texts are compared in phrases, such as sentences and lines, because programs take summaries out of their tags
 and put words around them. That takes time linear in the texts.
@@ -139,36 +140,38 @@ class _Chains:
         equal = self._first.setdefault((self._agents[turn.id].name, turn.messages), turn.id)
         if equal != turn.id:  # another choice, or a request that was sent again
             return self._causes.get(equal, "")
-        held: dict[str, set[bytes]] = {}
+        texts: dict[str, set[bytes]] = {}
         for phrase in said & self._sampled.keys():
             sender = self._sent.get(phrase, "")
             for writer in self._sampled[phrase]:
                 if not sender or self._causes.get(sender) == writer:
-                    held.setdefault(writer, set()).add(phrase)
-        sizes = {writer: sum(map(len, phrases)) for writer, phrases in held.items()}
+                    texts.setdefault(writer, set()).add(phrase)
+        texts = {
+            writer: phrases
+            for writer, phrases in texts.items()
+            if sum(map(len, phrases)) >= _ENOUGH_BYTES and self._may_cause(writer, turn)
+        }
+        copies: dict[str, set[bytes]] = {}
         roles = [message.get("role") for message in messages[:-1]]
         if "assistant" in roles:
             end = len(roles) - 1 - roles[::-1].index("assistant")
-            for digest in _copy_digest(messages[:end], messages[end]):
-                for writer in self._sampled.get(digest, ()):
-                    held.setdefault(writer, set()).add(digest)
-                    sizes[writer] = _ENOUGH_BYTES
-        agent = self._agents[turn.id]
-        return self._latest(
-            {
-                writer: anchors
-                for writer, anchors in held.items()
-                if sizes[writer] >= _ENOUGH_BYTES
-                and self._last[writer] < self._last[turn.id]
-                and agent.may_continue(self._agents[writer])
-            }
-        )
+            digest = _copy_digest(messages[:end], messages[end])
+            writers = [writer for each in digest for writer in self._sampled.get(each, ())]
+            copies = {writer: digest for writer in writers if self._may_cause(writer, turn)}
+        text, copy = self._latest(texts), self._latest(copies)
+        # next to a summary, a copy is one of the messages that were kept, unless it came after that summary
+        return copy if not texts or (text and text in self._before(copy)) else text
+
+    def _may_cause(self, writer: str, turn: Turn) -> bool:
+        """Whether nothing contradicts that a first turn continues another turn."""
+        longer = self._last[turn.id] > self._last[writer]
+        return longer and self._agents[turn.id].may_continue(self._agents[writer])
 
     def _latest(self, held: Mapping[str, set[bytes]]) -> str:
-        """The latest of some turns that a first turn may continue; empty if nothing decides between them.
+        """The latest of some turns; empty if there is none, or if nothing decides between them.
 
         Args:
-            held: the phrases and digests of each that the first turn holds.
+            held: for each turn what a first turn holds of it.
         """
         if len(held) < 2:
             return next(iter(held), "")
@@ -177,14 +180,19 @@ class _Chains:
             return any(held[turn] < other for other in held.values())
 
         latest = next(turn for turn in sorted(held, reverse=True) if not is_part(turn))
-        before: set[str] = set()
-        at: str | None = latest
-        while at and at not in before:
-            before.add(at)
-            at = self._parents.get(at) or self._causes.get(at)
+        before = self._before(latest)
         explained = set[bytes]().union(*(held[turn] for turn in before & held.keys() - {latest}))
         decided = all(turn in before or held[turn] <= explained or is_part(turn) for turn in held)
         return latest if decided else ""
+
+    def _before(self, turn: str) -> set[str]:
+        """A turn and all that come before it in its chain."""
+        before: set[str] = set()
+        at: str | None = turn
+        while at and at not in before:
+            before.add(at)
+            at = self._parents.get(at) or self._causes.get(at)
+        return before
 
 
 def _phrases(messages: Iterable[dict[str, Any]]) -> set[bytes]:

@@ -97,6 +97,22 @@ def test_a_request_for_a_summary_without_tools_continues_what_it_copies() -> Non
         assert _links([*turns, c, _new("d", [_SYSTEM, _TASK, _AGAIN])]) == {"c": (cause, 1), "d": ("c", 2)}
 
 
+def test_messages_that_are_kept_next_to_a_summary() -> None:
+    """Claude Code summarises what came before its last message, and keeps that one."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    last = _said(None, tool_calls=[call])
+    kept = [_AGAIN, last, {"role": "tool", "tool_call_id": "call_1", "content": "ok"}]
+    for name in ("a2", "b2"):  # requested before the summary, or meanwhile
+        a, b = _summarised()
+        c = child(name, a, [4], [5], messages=msgspec.json.encode([_TASK]), message=msgspec.json.encode(last))
+        assert _links([a, b, c, _new("d", [_SYSTEM, *kept])]) == {"d": ("b", 1)}
+    # the next summary is asked for without tools: it continues the copy, which came after the first one
+    d = _new("d", [_SYSTEM, _AGAIN])
+    e = child("e", d, [4], [5], messages=msgspec.json.encode([_ASK]), message=msgspec.json.encode(last))
+    f = _new("f", [_SYSTEM, _AGAIN, _said("Fine."), _ASK, last, _ASK])
+    assert _links([*_summarised(), d, e, f]) == {"d": ("b", 1), "f": ("e", 2)}
+
+
 def test_several_conversations_continue_one_turn() -> None:
     """A request that is sent again, its other choices, and another task from the same summary."""
     other = {"role": "user", "content": "Do it in another way."}
