@@ -72,7 +72,7 @@ def segments_of(turns: Sequence[Turn], classes: Mapping[str, str]) -> dict[str, 
 
 
 class _Calls(msgspec.Struct):
-    """The tool calls of a message, as JSON: nothing else reads them at any nesting."""
+    """The tool calls of a message as JSON, not parsed: a model may nest them deeply."""
 
     tool_calls: msgspec.Raw = msgspec.Raw(b"")
 
@@ -209,7 +209,7 @@ def _phrases(messages: Iterable[dict[str, Any]]) -> set[bytes]:
 def _copy_digest(before: Sequence[dict[str, Any]], answer: dict[str, Any]) -> set[bytes]:
     """The digest that an assistant's message and its copies have; none if the message cannot be read.
 
-    It is that of a short message together with the message before it. Arguments of calls do not count,
+    It covers the message before too, unless the assistant's is a long text. Arguments of calls do not count,
     because clients repair them; the ids of the calls do.
     """
     try:

@@ -99,9 +99,8 @@ def test_a_request_for_a_summary_without_tools_continues_what_it_copies() -> Non
 
 def test_messages_that_are_kept_next_to_a_summary() -> None:
     """Claude Code summarises what came before its last message, and keeps that one."""
-    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    last = _said(None, tool_calls=[call])
-    kept = [_AGAIN, last, {"role": "tool", "tool_call_id": "call_1", "content": "ok"}]
+    last = _said("I look at the rule for lists, and at its tests. " * 3)
+    kept = [_AGAIN, last, {"role": "user", "content": "ok"}]
     for name in ("a2", "b2"):  # requested before the summary, or meanwhile
         a, b = _summarised()
         c = child(name, a, [4], [5], messages=msgspec.json.encode([_TASK]), message=msgspec.json.encode(last))
