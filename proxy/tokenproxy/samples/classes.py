@@ -13,6 +13,7 @@ turns without a stated class, of which the first that applies decides:
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -34,7 +35,7 @@ _SUMMARIES = (
 )
 _ALIKE = 0.5
 """Share of the shorter of two system messages with which both begin, from which they do not differ."""
-_INHERITED = (RequestClass.SUBAGENT, RequestClass.WORKFLOW)
+OF_AGENTS = (RequestClass.SUBAGENT, RequestClass.WORKFLOW)
 _SYSTEM_ROLES = ("system", "developer")
 
 
@@ -49,7 +50,7 @@ def classes_of(turns: Sequence[Turn]) -> dict[str, str]:
     if all(classes.values()):
         return classes
     mains = (turn for turn in in_order if turn.request_class in ("", RequestClass.MAIN) and _opens(turn))
-    first = next(map(_Opening.of, mains), None)
+    first = next(map(Opening.of, mains), None)
     for turn in in_order:  # ids sort by time: a parent comes before its children, unless clocks disagree
         if not turn.request_class:
             classes[turn.id] = _derived(turn, first, classes)
@@ -99,35 +100,36 @@ def agents_of(turns: Sequence[Turn], classes: Mapping[str, str]) -> list[dict[st
     return list(agents.values())
 
 
-class _Opening(msgspec.Struct, frozen=True):
+class Opening(msgspec.Struct, frozen=True):
     """How a conversation begins."""
 
     system: str
-    """The text of its system messages."""
+    """The text of the system messages with which it begins: later ones change within a conversation."""
     user: str
     """That of its first user message."""
     messages: int
     """The number of its other messages."""
 
     @classmethod
-    def of(cls, turn: Turn) -> "_Opening | None":
+    def of(cls, turn: Turn) -> "Opening | None":
         """The opening of a first turn; None if its messages cannot be read."""
         messages = parsed(turn.messages, list[dict[str, Any]])
         if messages is None:
             return None
-        system = [_text(each) for each in messages if each.get("role") in _SYSTEM_ROLES]
+        first = takewhile(lambda each: each.get("role") in _SYSTEM_ROLES, messages)
+        system = [text_of(each) for each in first]
         others = [each for each in messages if each.get("role") not in _SYSTEM_ROLES]
-        user = next((_text(each) for each in others if each.get("role") == "user"), "")
+        user = next((text_of(each) for each in others if each.get("role") == "user"), "")
         return cls("\n".join(system), user, len(others))
 
 
-def _derived(turn: Turn, first: _Opening | None, classes: Mapping[str, str]) -> str:
+def _derived(turn: Turn, first: Opening | None, classes: Mapping[str, str]) -> str:
     if _asks_for_summary(turn):
         return RequestClass.COMPACTION
     if turn.parent is not None:
         inherited = classes.get(turn.parent, "")
-        return inherited if inherited in _INHERITED else ""
-    opening = _Opening.of(turn)
+        return inherited if inherited in OF_AGENTS else ""
+    opening = Opening.of(turn)
     if opening is None:
         return ""
     if not _opens(turn):
@@ -135,12 +137,12 @@ def _derived(turn: Turn, first: _Opening | None, classes: Mapping[str, str]) -> 
         return RequestClass.AUXILIARY if small and opening.messages == 1 else ""
     if first is None or not first.system or not opening.system:
         return ""
-    if _differ(opening.system, first.system) and opening.user != first.user:
+    if differ(opening.system, first.system) and opening.user != first.user:
         return RequestClass.SUBAGENT
     return ""
 
 
-def _differ(one: str, other: str) -> bool:
+def differ(one: str, other: str) -> bool:
     """Whether two system messages are those of different agents."""
     alike = int(_ALIKE * min(len(one), len(other)))
     return one[:alike] != other[:alike]
@@ -158,11 +160,11 @@ def _asks_for_summary(turn: Turn) -> bool:
     messages = parsed(turn.messages, list[dict[str, Any]])
     if not messages or messages[-1].get("role") != "user":
         return False
-    last = _text(messages[-1])
+    last = text_of(messages[-1])
     return any(words in last for words in _SUMMARIES)
 
 
-def _text(message: dict[str, Any]) -> str:
+def text_of(message: dict[str, Any]) -> str:
     """The text of a message, its parts joined."""
     content = message.get("content")
     if isinstance(content, str):

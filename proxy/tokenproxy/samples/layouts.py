@@ -66,6 +66,8 @@ def _identity(sample: Sample) -> Row:
         "request_classes": [turn.request_class for turn in sample.turns],
         "agent": sample.agent,
         "parent_agent": sample.parent_agent,
+        "continues": sample.continues,
+        "segment": sample.segment,
         "finish_reason": sample.finish_reason,
         "weight_versions": [
             msgspec.to_builtins(span) for turn in sample.turns for span in turn.weight_versions

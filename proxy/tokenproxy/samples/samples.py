@@ -27,6 +27,7 @@ from msgspec.structs import replace
 from tokenproxy.record.store import Session
 from tokenproxy.record.turn import Segment, Turn, WeightSpan, unpack_ids, unpack_logprobs
 from tokenproxy.samples.classes import UNKNOWN, classes_of, selected
+from tokenproxy.samples.segments import Segment, segments_of
 from tokenproxy.samples.tree import TurnTree, last_request, parsed
 
 Shared = Literal["once", "each"]
@@ -159,6 +160,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """Of the last turn."""
     parent_agent: str = ""
     """The agent that started that of the last turn; empty for the first agent of a session, or if unknown."""
+    continues: str = ""
+    """The turn that caused this conversation, as its summary: see `tokenproxy.samples.segments`. Empty if it
+    begins a chain."""
+    segment: int = 0
+    """Position in the chain."""
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,6 +212,7 @@ def samples_of(
             other classes after the last wanted one of a path are left out.
     """
     classes = classes_of(turns)
+    segments = segments_of(turns, classes)
     tree = TurnTree(selected(turns, classes, wanted) if wanted else turns)
     rewards = {turn_id: reward for turn_id, reward in rewards.items() if math.isfinite(reward)}
     trainable = {turn.id for turn in turns if not wanted or (classes[turn.id] or UNKNOWN) in wanted}
@@ -222,7 +229,9 @@ def samples_of(
         }
         whole = tree.is_leaf(leaf)
         samples.append(
-            _sample(path, trained, classes, rewards, session, delivered, index, revision, whole=whole)
+            _sample(
+                path, trained, classes, segments, rewards, session, delivered, index, revision, whole=whole
+            )
         )
     refused = [
         Refused(rollout=_name(session, leaf), leaf=leaf.id, turn=fault.turn, reason=fault.reason)
@@ -255,6 +264,7 @@ def _sample(
     path: Sequence[Turn],
     trained: set[str],
     classes: Mapping[str, str],
+    segments: Mapping[str, Segment],
     rewards: Mapping[str, float],
     session: Session | None,
     delivered: set[str],
@@ -268,6 +278,7 @@ def _sample(
     Args:
         trained: ids of the turns whose mask is 1.
         classes: those of `classes_of`.
+        segments: those of `segments_of`.
         delivered: digests of the images that earlier samples hold; those of this sample are added.
     """
     joined = _join(path, trained, classes, rewards)
@@ -304,6 +315,8 @@ def _sample(
         request_class=classes[last.id],
         agent=last.agent,
         parent_agent=last.parent_agent,
+        continues=segments[path[0].id].continues,
+        segment=segments[path[0].id].number,
     )
 
 

@@ -9,6 +9,7 @@ from tokenproxy.record.store import Session
 from tokenproxy.record.turn import Turn, request_time
 from tokenproxy.record.vocabulary import Problem, Reason
 from tokenproxy.samples.classes import agents_of, classes_of
+from tokenproxy.samples.segments import segments_of
 from tokenproxy.samples.tree import TurnTree
 from tokenproxy.samples.turn_json import turn_fields
 from tokenproxy.viewer.breaks import Break, breaks_of
@@ -26,19 +27,23 @@ def session_tree(
         since: in seconds since the epoch.
     """
     classes, tree, breaks = classes_of(turns), TurnTree(turns), breaks_of(turns)
+    segments = segments_of(turns, classes)
     return {
         "session": describe(session, rewards.get("")),
         "rewards": {turn: reward for turn, reward in rewards.items() if turn},
         "agents": agents_of(turns, classes),
         "meanings": _meanings(turns),
-        "turns": [_turn(turn, tree, classes[turn.id], breaks) for turn in turns if turn.created >= since],
+        "turns": [
+            {**turn_fields(turn, classes[turn.id], segments[turn.id]), **_explained(turn, tree, breaks)}
+            for turn in turns
+            if turn.created >= since
+        ],
     }
 
 
-def _turn(turn: Turn, tree: TurnTree, request_class: str, breaks: Mapping[str, Break]) -> dict[str, Any]:
+def _explained(turn: Turn, tree: TurnTree, breaks: Mapping[str, Break]) -> dict[str, Any]:
     fault = tree.fault(turn)
     return {
-        **turn_fields(turn, request_class),
         "started": request_time(turn.id) or None,
         "replica": turn.replica or None,
         "refused": {"turn": fault.turn, "reason": fault.reason} if fault else None,

@@ -15,6 +15,7 @@ from tokenproxy.record.store import MAX_DESCRIPTION_BYTES, Cause, Session, sessi
 from tokenproxy.record.turn import Turn, new_id, unpack_alternatives, unpack_ids, unpack_logprobs
 from tokenproxy.samples.classes import agents_of, classes_of
 from tokenproxy.samples.samples import samples_of
+from tokenproxy.samples.segments import Segment, segments_of
 from tokenproxy.samples.turn_json import session_fields, stored_json, traces_of, turn_fields
 from tokenproxy.turn.services import Services
 from tokenproxy.viewer.recording import RecordedSession
@@ -98,7 +99,11 @@ class OneSession(SessionRoute):
 
         def tree() -> dict[str, Any]:
             classes = classes_of(found.turns)
-            shown = [_shown(turn, classes[turn.id], rewards.get(turn.id), ids == "true") for turn in page]
+            segments = segments_of(found.turns, classes)
+            shown = [
+                _shown(turn, classes[turn.id], segments[turn.id], rewards.get(turn.id), ids == "true")
+                for turn in page
+            ]
             more = page and page[-1] is not found.turns[-1]
             following = page[-1].id if more else None
             return {"agents": agents_of(found.turns, classes), "turns": shown, "next": following}
@@ -286,8 +291,10 @@ def _page(request: Request, turns: Sequence[Turn]) -> Sequence[Turn]:
     return rest[:limit]
 
 
-def _shown(turn: Turn, request_class: str, reward: float | None, with_ids: bool) -> dict[str, Any]:
-    shown = {**turn_fields(turn, request_class), "reward": reward}
+def _shown(
+    turn: Turn, request_class: str, segment: Segment, reward: float | None, with_ids: bool
+) -> dict[str, Any]:
+    shown = {**turn_fields(turn, request_class, segment), "reward": reward}
     if with_ids:
         shown["appended_ids"] = unpack_ids(turn.appended)
         shown["completion_ids"] = unpack_ids(turn.completion)

@@ -23,7 +23,10 @@ stream after one that broke.
 """
 _UNNOTICED = ({"break_at": 4, "how": "reset"},)
 """The first generation breaks within its text, from where it goes on."""
-_SUMMARY = "SUMMARY-7: notes.txt was edited."
+_SUMMARY = (
+    "SUMMARY-7: notes.txt was edited, its second line is gamma now. Another agent counted its lines. "
+    "The file done.txt remains to be written, with one line that tells the end of the task."
+)
 _PATCH = "*** Begin Patch\n*** Update File: notes.txt\n@@\n alpha\n-beta\n+gamma\n*** End Patch"
 
 
@@ -92,6 +95,13 @@ def _roots(turns: list[Turn]) -> list[tuple[str, str | None]]:
     return [(turn["request_class"], turn["reason"]) for turn in turns if turn["parent"] is None]
 
 
+def _chain(turns: list[Turn]) -> list[tuple[int, str]]:
+    """The segment of each turn that continues none, and the class of the turn that caused it."""
+    classes = {turn["id"]: turn["request_class"] for turn in turns}
+    roots = [turn for turn in turns if turn["parent"] is None]
+    return [(turn["segment"], classes.get(turn["continues"], "")) for turn in roots]
+
+
 def _calls(turns: list[Turn]) -> Counter[str]:
     """The names of the recorded calls of turns that ended."""
     messages = [turn["message"] for turn in turns if turn["finish_reason"] != "abort"]
@@ -104,6 +114,7 @@ def test_claude_code(task_model: TinyModel, home: Path) -> None:
     turns, request = _work(task_model, home, _CLAUDE_STEPS, CLAUDE, *flags)
     assert request["max_tokens"] == ScriptedEngine.max_model_len // 4
     assert _roots(turns) == [("main", "first_turn"), ("subagent", "first_turn"), ("main", "history_edited")]
+    assert _chain(turns) == [(0, ""), (0, ""), (1, "compaction")]
     assert [turn["request_class"] for turn in turns].count("compaction") == 1
     assert _calls(turns) == {"Bash": 6, "Read": 1, "Edit": 1, "Agent": 1, "Write": 1}
 
@@ -120,5 +131,6 @@ def test_codex(task_model: TinyModel, home: Path) -> None:
         ("compaction", "tools_changed"),
         ("main", "first_turn"),
     ]
+    assert _chain(turns) == [(0, ""), (0, ""), (1, "main"), (2, "compaction")]
     agents = {"multi_agent_v1__spawn_agent": 1, "multi_agent_v1__wait_agent": 1}
     assert _calls(turns) == {"exec_command": 8, **agents}

@@ -8,10 +8,12 @@ import httpx
 import pytest
 
 from tests.support.fake_vllm import FakeVllm
+from tests.support.talk import user
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy
 from tests.support.viewer.browser import Viewer, missing_program, watched_page
-from tests.support.viewer.recordings import HOSTILE, RecordedProxy
+from tests.support.viewer.recorder import SessionRecorder, answer
+from tests.support.viewer.recordings import HOSTILE, RecordedProxy, write
 from tests.support.viewer.small_session import SMALL, SmallSession
 from tokenproxy.cli.key import add_key
 from tokenproxy.cli.main import main
@@ -129,6 +131,32 @@ async def test_an_open_session_grows(
             "() => document.querySelector('h1').parentNode.textContent.includes('reward 0.5')"
         )
         await client.delete("/v1/sessions/growing")
+
+
+async def test_segments_of_a_chain_follow_each_other(
+    viewer: Viewer, recorded_store: Store, tiny_model: TinyModel
+) -> None:
+    """The one that begins with a summary is shown after what was summarised, and leads there."""
+    record = SessionRecorder(tiny_model, "chain")
+    first = record.turn([user("Fix the parser.")], answer(tiny_model, "I begin."))
+    summary = (
+        "The lexer knows brackets, and the parser lacks a rule for lists. Write it, then run all tests. "
+        "Keep the names of the other rules, because another module imports them."
+    )
+    cause = record.turn([user("Sum it up.")], answer(tiny_model, summary), parent=first)
+    other = record.turn(
+        [user("Name it.")], answer(tiny_model, "Parser."), request_class="subagent", agent="a1"
+    )
+    last = record.turn([user(f"So far: {summary}")], answer(tiny_model, "Done."))
+    await write(recorded_store, [record.recorded()])
+    await viewer.open("#/s/chain")
+    await viewer.page.wait_for_selector(".tree-row")
+    assert await viewer.shown(".tree-row", "turn") == [each.id for each in (first, cause, last, other)]
+    link = viewer.page.locator(f".tree-row[data-turn='{last.id}'] a.chain")
+    assert await link.text_content() == "segment 1 after turn 2"
+    await link.click()
+    await viewer.page.wait_for_selector(f".conversation .selected[data-turn='{cause.id}']")
+    await recorded_store.delete("chain")
 
 
 async def test_a_problem_is_told(browser: "Browser", recorded: RecordedProxy) -> None:

@@ -60,6 +60,14 @@ def test_a_side_call_before_the_first_turn() -> None:
     assert classes_of([title, _main(), look]) == {"0": "", "a": "", "b": "subagent"}
 
 
+def test_system_messages_within_a_conversation_do_not_tell_its_agent() -> None:
+    """Claude Code sends them, in another order after a summary."""
+    reminders = ("system", "Tools: look, edit"), ("system", "Today is Thursday.")
+    a = _main(messages=_messages(("system", "You code."), ("user", "Fix it."), *reminders))
+    other = _messages(("system", "You code."), ("user", "A summary"), *reversed(reminders))
+    assert classes_of([a, root("b", [1], [2], messages=other, tools=_TOOLS)]) == {"a": "", "b": ""}
+
+
 def test_a_sub_agent_stays_one_and_what_is_stated_decides() -> None:
     a, other = _main(), _messages(("system", "Look!"), ("user", "Where?"))
     b = root("b", [1], [2], messages=other, tools=_TOOLS)

@@ -16,6 +16,7 @@ _DOCS = (Path(__file__).parents[3] / "docs" / "samples.md").read_text()
 _ORIGIN = {
     **{"rollout": "r", "tenant": "t", "leaf": "b", "whole": True, "model": "m"},
     **{"request_class": "main", "request_classes": ["", "main"], "agent": "a2", "parent_agent": "a1"},
+    **{"continues": "", "segment": 0},
     **{"finish_reason": "tool_calls", "weight_versions": [["v1", 0, 2], ["v2", 3, 5]]},
 }
 _LOGPROBS = [-0.125, -0.25, 0.0, -0.125, -0.25]

@@ -207,6 +207,7 @@ export class SessionView {
         "div",
         { class: "tree-line" },
         level > 0 ? el("span", { class: "branch", "aria-hidden": "true" }, "└") : null,
+        turn.continues ? el("span", { class: "branch", "aria-hidden": "true" }, "↪") : null,
         el("span", { class: "turn-number" }, `turn ${this.tree.number.get(turn.id)}`),
         badges(turn, this.tree),
       ),

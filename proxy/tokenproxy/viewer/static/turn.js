@@ -1,5 +1,6 @@
 // Turns: their tree, and the badges and numbers that every view shows of a turn.
 
+import { sessionAddress } from "./address.js";
 import { el } from "./dom.js";
 import { count, decimal, duration, reward, time } from "./format.js";
 
@@ -16,6 +17,7 @@ export class Tree {
       if (turn.parent && this.byId.has(turn.parent)) this.children.get(turn.parent).push(turn);
       else this.roots.push(turn);
     }
+    this.roots = this.#inChains();
     this.#measure();
     this.rows = this.#rows();
     this.leaves = this.turns.filter((turn) => this.children.get(turn.id).length === 0);
@@ -61,6 +63,16 @@ export class Tree {
 
   reward(turn) {
     return this.data.rewards[turn.id] ?? null;
+  }
+
+  /** The first turns, each followed by those that continue its conversation; other agents come after them. */
+  #inChains() {
+    const start = new Map();
+    for (const root of this.roots) {
+      const cause = this.byId.get(root.continues);
+      start.set(root.id, (cause && start.get(this.path(cause)[0].id)) ?? root.id);
+    }
+    return [...this.roots].sort((a, b) => start.get(a.id).localeCompare(start.get(b.id)));
   }
 
   /** Turns below each turn, and turns above it. */
@@ -124,6 +136,7 @@ export function badges(turn, tree) {
   const own = tree.reward(turn);
   return [
     badge(turn.source, `source ${turn.source}`, "where the prompt came from"),
+    turn.continues ? chainLink(turn, tree) : null,
     turn.reason && turn.reason !== "first_turn" ? badge(turn.reason, "reason", meanings[turn.reason]) : null,
     turn.break && turn.break.equal < turn.break.total
       ? badge(
@@ -147,6 +160,20 @@ export function badges(turn, tree) {
       : null,
     own === null ? null : badge(`reward ${reward(own)}`, "reward"),
   ];
+}
+
+/** Names the segment of a chain that a turn begins, and leads to the turn that caused it. */
+function chainLink(turn, tree) {
+  const cause = tree.number.get(turn.continues);
+  return el(
+    "a",
+    {
+      class: "badge chain",
+      href: sessionAddress(tree.data.session.id, turn.continues, "conversation"),
+      title: "the conversation goes on from what that turn sampled, as from a summary",
+    },
+    `segment ${turn.segment}${cause ? ` after turn ${cause}` : ""}`,
+  );
 }
 
 /** A text that changes with the badges and the numbers of a turn. */
