@@ -8,7 +8,14 @@ from msgspec.structs import replace
 
 from tests.support.store_utils import Usage, add, digest_of, entry, make_session, make_turn, opened, usage
 from tokenproxy.record.store import DOCUMENTS, Cause, Evicted, Limits, Store
-from tokenproxy.record.turn import PromptImage, WeightSpan, pack_alternatives, pack_ids, pack_logprobs
+from tokenproxy.record.turn import (
+    PromptImage,
+    Segment,
+    WeightSpan,
+    pack_alternatives,
+    pack_ids,
+    pack_logprobs,
+)
 
 _EVERYTHING = make_turn(
     "tenant/räume",
@@ -26,11 +33,14 @@ _EVERYTHING = make_turn(
     finish_reason="stop",
     stop_reason=151645,
     temperature=0.7,
+    off_policy=("top_p",),
     logprobs_mode="raw_logprobs",
     replica="http://10.0.0.1:8000",
     problem="media",
     weight_versions=(WeightSpan("7", 0, 1), WeightSpan("8", 1, 2)),
     weights_uncertain=True,
+    segments=(Segment("http://10.0.0.1:8000", 0, 1, "died"), Segment("http://10.0.0.2:8000", 1, 2)),
+    began_anew=("presence_penalty",),
     routed_experts="AAAA",
     routed_experts_start=3,
     sampling_mask=(pack_ids([2, 1]), pack_ids([7, 9, 8])),
