@@ -67,29 +67,35 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 
 @pytest.fixture(scope="session")
-def pairs(tiny_model: TinyModel) -> Iterator[Callable[[Variant], Pair]]:
+def pairs(tiny_model: TinyModel) -> Iterator[Callable[..., Pair]]:
     """One pair of each variant for the whole run: to start and stop one costs more than most tests."""
-    started: dict[Variant, Pair] = {}
+    started: dict[tuple[Variant, str], Pair] = {}
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         # asked once when a pair starts: what later tests let the engine do must not answer for it
         patch.setattr("tokenproxy.web.credentials.OPEN_S", 3600.0)
 
-        def pair(variant: Variant) -> Pair:
-            if variant not in started:
+        def pair(variant: Variant, resume: str = "failures") -> Pair:
+            if (variant, resume) not in started:
                 fake = stack.enter_context(FakeVllm(tiny_model, variant))
-                started[variant] = Pair(fake, stack.enter_context(run_proxy([fake])))
-            return started[variant]
+                client = stack.enter_context(run_proxy([fake], resume=resume))
+                started[variant, resume] = Pair(fake, client)
+            return started[variant, resume]
 
         yield pair
 
 
 @pytest.fixture(params=[Variant.CHAT])
-def pair(request: pytest.FixtureRequest, pairs: Callable[[Variant], Pair]) -> Iterator[Pair]:
+def pair(request: pytest.FixtureRequest, pairs: Callable[..., Pair]) -> Iterator[Pair]:
     """A shared pair, whose engine no test may kill."""
-    pair = pairs(request.param)
+    pair = pairs(request.param, "off" if "resume_off" in request.fixturenames else "failures")
     pair.settle()
     yield pair
     pair.settle()
+
+
+@pytest.fixture
+def resume_off() -> None:
+    """Lets turns of the shared pair end where its engine breaks off."""
 
 
 @pytest.fixture

@@ -136,6 +136,10 @@ class Metrics:
             "turns", "Recorded turns, by finish reason and by the problem that makes them untrainable.",
             "finish_reason", "problem",
         )  # fmt: skip
+        self.breaks = self._counters(
+            "broken_turns", "Turns whose engine broke off, by why, and by what became of them.",
+            "reason", "result",
+        )  # fmt: skip
         self.ambiguous = self._counter(
             "ambiguous_prompts", "Prompts rendered because several recorded turns fit."
         )

@@ -34,6 +34,8 @@ log = logging.getLogger("tokenproxy")
 _NO_REPLICA_S = 120.0
 """How long a turn waits for a replica that responds: as long as an engine takes to start again."""
 _RETRY_S = 0.5
+_READS = 20
+"""How often the state of the fleet is read from a store that does not respond."""
 _FRUITLESS_ABORTS = 100
 """How often in a row a turn is resumed and no id comes: updates may follow one another fast."""
 _FRUITLESS_FAILURES = 3
@@ -77,7 +79,7 @@ class Resume:
         may = self._possible and all(rest.prompt for rest in rests) and await self._may_repeat(rests, why)
         if may:
             await self._turn.end_segment({rest.choice: len(rest.sampled) for rest in rests}, why)
-            log.info("a turn goes on after %d ids: %s", self._sampled, why)
+        self._count(why, "resumed" if may else "ended")
         return may
 
     async def events(self, rests: Sequence[Rest], head: Fields, ended: int) -> AsyncIterator[bytes]:
@@ -143,7 +145,12 @@ class Resume:
             log.warning("an aborted turn could not go on: %s", error)
         return None
 
+    def _count(self, why: str, result: str) -> None:
+        self._turn.services.history.metrics.breaks(why, result).inc()
+        log.info("%s broke a turn off (%s): %s", self._turn.replica.name, why, result)
+
     async def _anew(self) -> bytes | None:
+        self._count(ABORTED, "anew")
         await self._turn.end_segment(None, ABORTED)
         try:
             return await self._read(self._turn.send)
@@ -163,9 +170,13 @@ class Resume:
         return self._fruitless < (_FRUITLESS_ABORTS if why == ABORTED else _FRUITLESS_FAILURES)
 
     async def _was_asked(self) -> bool:
-        """Whether somebody asked for an abort since the turn was sent the last time, as far as is known."""
+        """Whether somebody asked for an abort since the turn was sent the last time, or nothing tells."""
         weights = self._turn.services.fleet.weights
-        return not await weights.refresh() or weights.state.aborts != self._turn.aborts
+        for _ in range(_READS):
+            if await weights.refresh():
+                return weights.state.aborts != self._turn.aborts
+            await asyncio.sleep(_RETRY_S)
+        return True
 
     async def _read(self, work: Work) -> bytes:
         response = await self._send(work)

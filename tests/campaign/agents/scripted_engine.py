@@ -67,6 +67,15 @@ class Sampled:
     """The messages after the last one of the model."""
     sent: tuple[int, ...]
     """Those of `ids` that were sent as a stream: fewer if the answer was scripted to break."""
+    reply: Reply
+
+    def after(self, prompt: list[int]) -> Reply | None:
+        """What is left of it for a prompt that ends with its first ids; None for another prompt."""
+        begun = tuple(prompt[len(self.prompt) :])
+        count = len(begun)
+        if not begun or prompt[: len(self.prompt)] != self.prompt or self.ids[:count] != begun:
+            return None
+        return replace(self.reply, ids=self.ids[count:], deltas=self.reply.deltas[count:], break_at=None)
 
 
 @dataclass
@@ -75,11 +84,18 @@ class Script:
 
     steps: Sequence[Step]
     sampled: list[Sampled] = field(default_factory=list)
+    resumed: int = 0
+    """How many of them went on after they broke."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     _counts: Counter[Step] = field(default_factory=Counter)
 
     def sample(self, model: TinyModel, prompt: list[int]) -> Reply:
-        """The reply of the first step that fits a prompt; its next fault is put in."""
+        """The reply of the first step that fits a prompt, with its next fault; or what is left of a reply."""
+        for index, earlier in enumerate(self.sampled):
+            if rest := earlier.after(prompt):
+                self.sampled[index] = replace(earlier, sent=earlier.ids)
+                self.resumed += 1
+                return rest
         text = model.reference.decode(prompt, skip_special_tokens=False)
         new = _new_messages(text)
         for step in self.steps:
@@ -91,7 +107,7 @@ class Script:
         else:
             step, reply = None, _reply(model, Step("", "Fine."), "")
         if reply.error is None:
-            self.sampled.append(Sampled(step, prompt, reply.ids, new, _sent(reply)))
+            self.sampled.append(Sampled(step, prompt, reply.ids, new, _sent(reply), reply))
         return reply
 
     @property

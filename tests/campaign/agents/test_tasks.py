@@ -18,8 +18,11 @@ _TASK, _SUB_TASK = "Begin the task.", "Count the lines of notes.txt."
 _BREAKS = ({"break_at": 9, "how": "reset"}, {"break_at": 0, "how": "inside"})
 """The first generation of a step breaks after eight ids, the next one before its first.
 
-Claude Code asks for no stream after one that broke.
+It is a call, of which this engine parses no half, so that the turn cannot go on. Claude Code asks for no
+stream after one that broke.
 """
+_UNNOTICED = ({"break_at": 4, "how": "reset"},)
+"""The first generation breaks within its text, from where it goes on."""
 _SUMMARY = "SUMMARY-7: notes.txt was edited."
 _PATCH = "*** Begin Patch\n*** Update File: notes.txt\n@@\n alpha\n-beta\n+gamma\n*** End Patch"
 
@@ -40,7 +43,7 @@ _CLAUDE_STEPS = [
     Step("", calls=(("Write", {"file_path": "done.txt", "content": "finished\n"}),), within=_SUMMARY),
     Step(_SUB_TASK, calls=_bash("wc -l < notes.txt")),
     Step(r"tool\n2<", "It has two lines."),
-    Step(_TASK, "I look at two things.\n", (*_bash("cat notes.txt"), *_bash("ls -a"))),
+    Step(_TASK, "I look at two things.\n", (*_bash("cat notes.txt"), *_bash("ls -a")), _UNNOTICED),
     Step(r"alpha\nbeta", "", (("Read", {"file_path": "notes.txt"}),), _BREAKS),
     Step(r"1\talpha", calls=_bash("cat missing.txt")),
     Step("No such file", calls=(("Edit", _EDIT),)),
@@ -57,7 +60,7 @@ _CODEX_STEPS = [
     Step(_SUMMARY, calls=_exec("echo finished > done.txt; echo written")),
     Step(_SUB_TASK, calls=_exec("wc -l < notes.txt")),
     Step(r"Output:\n2\n", "It has two lines."),
-    Step(_TASK, "I look at two things.\n", (*_exec("cat notes.txt"), *_exec("ls -a"))),
+    Step(_TASK, "I look at two things.\n", (*_exec("cat notes.txt"), *_exec("ls -a")), _UNNOTICED),
     Step(r"alpha\nbeta", "", _exec("cat missing.txt"), _BREAKS),
     Step("No such file", calls=_exec(f"apply_patch <<'EOF'\n{_PATCH}\nEOF\n")),
     Step("Success. Updated", "I ask.\n", (("multi_agent_v1__spawn_agent", {"message": _SUB_TASK}),)),
@@ -78,7 +81,7 @@ def _work(
         turns = check_recorded(url, script)
     assert (home / "notes.txt").read_text() == "alpha\ngamma\n"
     assert (home / "done.txt").read_text() == "finished\n"
-    assert len(script.cut) == len(_BREAKS)
+    assert (len(script.cut), script.resumed) == (len(_BREAKS), len(_UNNOTICED))
     assert [turn["finish_reason"] for turn in turns].count("abort") == 1
     assert "x-anthropic-billing-header" not in script.sampled[0].new
     return turns, engine.generations()[0].json

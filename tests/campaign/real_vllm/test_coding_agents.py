@@ -15,7 +15,7 @@ from tokenproxy.client import Client
 
 pytestmark = pytest.mark.timeout(START_TIMEOUT_S + 600)
 # Turns are likely to end, and to repeat nothing: both programs repeat a request whose answer was cut off.
-_OVERRIDES: dict[str, Any] = {
+OVERRIDES: dict[str, Any] = {
     **{"max_tokens": 400, "temperature": 0.7, "frequency_penalty": 0.5},
     "logit_bias": {"2": 4},
 }
@@ -25,18 +25,18 @@ _THINKING: dict[str, Any] = {
     "chat_template_kwargs": {"thinking": True},
     "logit_bias": {"2": 5, str(_END_OF_REASONING): 17},
 }
-_NO_THINKING: dict[str, Any] = {"chat_template_kwargs": {"thinking": False, "enable_thinking": False}}
+NO_THINKING: dict[str, Any] = {"chat_template_kwargs": {"thinking": False, "enable_thinking": False}}
 _TEXTS = ("Name a colour.", "And another?", "Which one is warmer?", "Thanks.")
 
 
-def _claude_turns(tools: str) -> Iterator[list[object]]:
+def claude_turns(tools: str) -> Iterator[list[object]]:
     """The commands of a conversation; with these flags its first prompt is short."""
     for number, text in enumerate(_TEXTS):
         more = ["--continue"] if number else []
         yield [CLAUDE, *more, "-p", text, "--bare", "--system-prompt", "You are terse.", "--tools", tools]
 
 
-def _codex_turns(folder: Path) -> Iterator[list[object]]:
+def codex_turns(folder: Path) -> Iterator[list[object]]:
     """The commands of a conversation; `folder` is for a file of its instructions."""
     instructions = folder / "instructions.md"
     instructions.write_text("You are terse.")
@@ -53,7 +53,7 @@ def _converse(
     session = f"agent-{secrets.token_hex(4)}"
     home.mkdir()
     with Client(server.url) as client:
-        client.create_session(session, overrides=_OVERRIDES | overrides)
+        client.create_session(session, overrides=OVERRIDES | overrides)
         for command in commands:
             # a summary would begin a new conversation
             run_command(server.url, home, session, *command, patience_s=400, DISABLE_AUTO_COMPACT="1")
@@ -84,8 +84,8 @@ def _is_visible(turn: Turn) -> bool:
 def test_claude_code(server: Server, tmp_path: Path, thinks: bool) -> None:
     """The thinking of earlier turns stays in the prompt, as it was sampled."""
     for attempt in range(8):
-        home, commands = tmp_path / f"home-{attempt}", _claude_turns("" if thinks else "Bash")
-        session, turns = _converse(server, home, commands, **(_THINKING if thinks else _NO_THINKING))
+        home, commands = tmp_path / f"home-{attempt}", claude_turns("" if thinks else "Bash")
+        session, turns = _converse(server, home, commands, **(_THINKING if thinks else NO_THINKING))
         thoughts = [turn for turn in turns[:-1] if turn["message"].get("reasoning")]
         if all(map(_is_visible, turns)) and (thoughts or not thinks):
             break
@@ -97,5 +97,5 @@ def test_claude_code(server: Server, tmp_path: Path, thinks: bool) -> None:
 @needs(CODEX)
 @only_in_front
 def test_codex(server: Server, tmp_path: Path) -> None:
-    session, _ = _converse(server, tmp_path / "home", _codex_turns(tmp_path))
+    session, _ = _converse(server, tmp_path / "home", codex_turns(tmp_path))
     _check(server, session)

@@ -1,14 +1,15 @@
-"""Forty conversations on two engines: updates abort their turns, and one engine is killed twice.
+"""Conversations on two engines: updates abort their turns, and one engine is killed twice.
 
-No client notices: each conversation ends, without an error or a break, and each is one exact rollout.
+No client notices: each conversation ends, without an error or a break, and each is one exact rollout. Forty
+are those of SDKs, two of Claude Code and Codex, unmodified.
 """
 
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -18,11 +19,15 @@ import pytest
 from anthropic import Anthropic
 from openai import OpenAI
 
+from tests.campaign.agents.installed import CLAUDE, CODEX, needs, run_command
+from tests.campaign.agents.recorded import check_tree
 from tests.campaign.real_vllm.conftest import START_TIMEOUT_S, start_engine, wait_ready
+from tests.campaign.real_vllm.test_coding_agents import NO_THINKING, OVERRIDES, claude_turns, codex_turns
 from tests.support.recorded import record_of
 from tests.support.serve_process import ServeProcess
 from tests.support.talk import add_delta, user
 from tests.support.utils import wait_until
+from tokenproxy.client import Client
 from tokenproxy.demo import EngineStartError
 from tokenproxy.demo.stack import EngineProcess
 
@@ -121,9 +126,9 @@ def fleet(model: Path, tmp_path: Path) -> Iterator[tuple[list[EngineProcess], st
         yield engines, proxy.url
 
 
-def _disturb(engines: list[EngineProcess], url: str, ended: Event) -> None:
-    """Update the weights again and again, and kill the first engine twice."""
-    began, kills, version = time.monotonic(), list(_KILLS_AFTER_S), 0
+def _disturb(engines: list[EngineProcess], url: str, ended: Event, kills_after_s: Sequence[float]) -> None:
+    """Update the weights again and again, and kill the first engine each time so many seconds have passed."""
+    began, kills, version = time.monotonic(), list(kills_after_s), 0
     with httpx.Client(base_url=url, timeout=120) as http:
         while not ended.wait(_UPDATE_EVERY_S):
             version += 1
@@ -147,21 +152,26 @@ def _starts(engine: EngineProcess) -> bool:
     return True
 
 
-@pytest.mark.timeout(START_TIMEOUT_S + 1200)
-def test_nobody_notices_updates_and_kills(fleet: tuple[list[EngineProcess], str]) -> None:
-    engines, url = fleet
+@contextmanager
+def _disturbed(engines: list[EngineProcess], url: str, kills_after_s: Sequence[float] = ()) -> Iterator[None]:
     ended = Event()
-    disturbing = Thread(target=_disturb, args=(engines, url, ended))
+    disturbing = Thread(target=_disturb, args=(engines, url, ended, kills_after_s))
     disturbing.start()
     try:
-        with ThreadPoolExecutor(_CONVERSATIONS) as threads:
-            held = [
-                threads.submit(_KINDS[number % 3], url, f"c{number}", number // 3 % 2 == 0)
-                for number in range(_CONVERSATIONS)
-            ]
+        yield
     finally:
         ended.set()
         disturbing.join()
+
+
+@pytest.mark.timeout(START_TIMEOUT_S + 1200)
+def test_nobody_notices_updates_and_kills(fleet: tuple[list[EngineProcess], str]) -> None:
+    engines, url = fleet
+    with _disturbed(engines, url, _KILLS_AFTER_S), ThreadPoolExecutor(_CONVERSATIONS) as threads:
+        held = [
+            threads.submit(_KINDS[number % 3], url, f"c{number}", number // 3 % 2 == 0)
+            for number in range(_CONVERSATIONS)
+        ]
     assert [error for each in held if (error := each.exception()) is not None] == []
     resumed: list[str] = []
     with httpx.Client(base_url=url, timeout=60) as http:
@@ -177,3 +187,35 @@ def test_nobody_notices_updates_and_kills(fleet: tuple[list[EngineProcess], str]
     print({why: resumed.count(why) for why in sorted(set(resumed))})
     assert resumed.count("abort") >= 10
     assert len(resumed) > resumed.count("abort")
+
+
+@needs(CLAUDE)
+@needs(CODEX)
+@pytest.mark.timeout(START_TIMEOUT_S + 900)
+def test_claude_code_and_codex_notice_no_update(
+    fleet: tuple[list[EngineProcess], str], tmp_path: Path
+) -> None:
+    engines, url = fleet
+    homes = {name: tmp_path / name for name in ("claude", "codex")}
+    for home in homes.values():
+        home.mkdir()
+    programs = {"claude": claude_turns("Bash"), "codex": codex_turns(tmp_path)}
+    with Client(url) as client:
+        for name in programs:
+            client.create_session(name, overrides={**OVERRIDES, **NO_THINKING})
+
+    def work(name: str) -> None:
+        for command in programs[name]:
+            run_command(url, homes[name], name, *command, patience_s=300, DISABLE_AUTO_COMPACT="1")
+
+    with _disturbed(engines, url), ThreadPoolExecutor(2) as threads:
+        works = [threads.submit(work, name) for name in programs]
+    resumed = 0
+    for done, name in zip(works, programs, strict=True):
+        done.result()
+        turns, _ = check_tree(url, name)
+        assert [turn["finish_reason"] for turn in turns].count("abort") == 0
+        with Client(url) as client:
+            samples = client.samples(name).samples
+        resumed += sum(bool(turn["segments"]) for sample in samples for turn in sample["turns"])
+    assert resumed >= 2

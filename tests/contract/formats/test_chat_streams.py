@@ -92,6 +92,7 @@ def test_close_of_a_turn_is_appended_and_masked(talk: Make, reply: Reply, stream
     assert sample["logprobs"] == [-token / 8 for token in reply.ids] + [None] * appended + [-90 / 8, -END / 8]
 
 
+@pytest.mark.usefixtures("resume_off")
 def test_the_openai_sdk_raises_the_error_of_a_broken_stream(fake: FakeVllm, client: httpx.Client) -> None:
     fake.replies.append(Reply(break_at=2, how="reset"))
     with openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0) as sdk:

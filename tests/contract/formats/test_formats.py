@@ -186,6 +186,7 @@ def test_the_first_event_arrives_while_the_engine_is_at_work(pair: Pair, caller:
     assert pair.fake.aborted == 0
 
 
+@pytest.mark.usefixtures("resume_off")
 @pytest.mark.parametrize("how", ["close", "reset", "inside"])
 @every_format
 def test_a_stream_that_breaks_ends_with_an_error_and_is_recorded(
@@ -237,6 +238,7 @@ def test_the_engines_refusal_is_passed_on(pair: Pair, caller: Caller, status: in
     assert caller.turns() == []
 
 
+@pytest.mark.usefixtures("resume_off")
 @every_way
 @pytest.mark.parametrize("finish", ["abort", "error"])
 @each_format

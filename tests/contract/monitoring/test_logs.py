@@ -16,7 +16,8 @@ _HI = {"messages": [{"role": "user", "content": "Hi"}], "model": "tiny"}
 
 def test_json_lines_and_the_access_log(mortal: FakeVllm, tmp_path: Path) -> None:
     mortal.canned["/v1/models"] = Canned(b'{"data": []}')  # no model, no tokenizer to load
-    flags = ("--log-format", "json", "--log-level", "debug", "--store", f"sqlite://{tmp_path}/turns.db")
+    store = f"sqlite://{tmp_path}/turns.db"
+    flags = ("--log-format", "json", "--log-level", "debug", "--resume", "off", "--store", store)
     with (
         ServeProcess([mortal.url], tmp_path / "log", *flags) as served,
         httpx.Client(base_url=served.url, trust_env=False, timeout=20) as client,

@@ -31,6 +31,7 @@ def test_a_context_that_is_full(client: httpx.Client, fake: FakeVllm, engines: b
     assert "maximum context length" in refused.json()["error"]["message"]
 
 
+@pytest.mark.usefixtures("resume_off")
 def test_a_stream_that_breaks(client: httpx.Client, fake: FakeVllm) -> None:
     """The response has failed: Codex tries again. The SDK yields both events."""
     fake.replies.extend([Reply(SPLIT, break_at=3)] * 2)
