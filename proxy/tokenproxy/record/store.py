@@ -180,7 +180,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def description_bytes(self) -> int:
         """Bytes of the fields that its client set."""
-        return sum(len(getattr(self, name)) for name in DESCRIPTION)
+        return sum([len(getattr(self, name)) for name in DESCRIPTION])
 
     @property
     def name(self) -> str:

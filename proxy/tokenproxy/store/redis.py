@@ -116,7 +116,7 @@ class RedisStore:
         calls += self._on_index(scripts.INDEX, members)
         await self._servers.run_each(calls, replicated=True)
         counts = await self._run(scripts.ADD, _rollout_keys(session.id), *args)
-        return await self._save(session, counts, min(request_time(turn.id) for turn in turns))
+        return await self._save(session, counts, min([request_time(turn.id) for turn in turns]))
 
     async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
         """See `Store.find`."""

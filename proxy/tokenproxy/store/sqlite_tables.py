@@ -179,8 +179,8 @@ def add_turns(connection: sqlite3.Connection, session: Session, rows: Sequence[T
         return 0
     size = sum(len(row.packed) + len(row.packed_entries) for row in new)
     values = asdict(session) | {"turns": len(new), "size": size, "now": now}
-    values |= {"described": session.description_bytes, "sampled": sum(row.sampled for row in new)}
-    values["first"] = min((request_time(row.id) for row in new), default=0.0)
+    values |= {"described": session.description_bytes, "sampled": sum([row.sampled for row in new])}
+    values["first"] = min([request_time(row.id) for row in new], default=0.0)
     values |= {"ambiguous": session.ambiguous and bool(new), "rewards": msgspec.msgpack.encode({})}
     connection.execute(_ADD_TO_SESSION if rows else _DESCRIBE, values)
     for row in new:

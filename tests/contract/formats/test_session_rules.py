@@ -12,6 +12,7 @@ import pytest
 from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.talk import CHAT
 from tests.support.tiny_model import SPLIT
+from tests.support.utils import run_proxy
 
 Said = tuple[str, str | None]
 """Text and finish reason."""
@@ -187,3 +188,12 @@ def test_rules_change_with_the_session(client: httpx.Client, session: Callable[.
 def test_bad_rules_are_refused(client: httpx.Client, described: dict[str, Any], param: str) -> None:
     refused = client.post("/v1/sessions", json=described)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
+def test_proxies_with_one_store_count_together(engine: FakeVllm, shared_url: str) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    with run_proxy([engine], store=shared_url) as one, run_proxy([engine], store=shared_url) as two:
+        limits = {"turns": 3, "sampled_ids": 1000, "seconds": 3600}
+        one.post("/v1/sessions", json={"id": "s", "limits": limits}).raise_for_status()
+        answers = [each.post(CHAT, json=body, headers={"x-session-id": "s"}) for each in (one, two) * 2]
+    assert [answer.headers.get("x-session-limit") for answer in answers] == [None, None, None, "turns"]
