@@ -7,17 +7,16 @@ from msgspec import UNSET, Meta, UnsetType
 
 from tokenproxy.record.store import Session
 
-Count = Annotated[int, Meta(ge=0, lt=2**53)]
+_Count = Annotated[int, Meta(ge=0, lt=2**53)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
-_Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class SessionLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The most that a session may use; None for no limit. A turn that begins before runs to its end."""
 
-    turns: Count | None = None
+    turns: _Count | None = None
     """Recorded turns; each choice of a request is one."""
-    sampled_ids: Count | None = None
+    sampled_ids: _Count | None = None
     """In all recorded turns together."""
     seconds: Annotated[float, Meta(ge=0)] | None = None
     """Since the request of its first recorded turn arrived."""
@@ -42,7 +41,7 @@ class SamplingPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     temperature: Annotated[float, Meta(ge=0)] | UnsetType = UNSET
     top_p: Annotated[float, Meta(gt=0, le=1)] | UnsetType = UNSET
     top_k: Annotated[int, Meta(ge=-1)] | UnsetType = UNSET
-    min_p: _Share | UnsetType = UNSET
+    min_p: Annotated[float, Meta(ge=0, le=1)] | UnsetType = UNSET
     presence_penalty: _Penalty | UnsetType = UNSET
     frequency_penalty: _Penalty | UnsetType = UNSET
     repetition_penalty: Annotated[float, Meta(gt=0)] | UnsetType = UNSET

@@ -6,6 +6,7 @@ is not recorded, and not kept for a retry.
 
 import logging
 import time
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -19,6 +20,9 @@ from tokenproxy.turn import parsing
 from tokenproxy.turn.answer import Answer, StreamedAnswer
 
 log = logging.getLogger("tokenproxy")
+
+_MOST_CHOICES = 4096
+"""Of one answer: no engine has checked how many the request wants."""
 
 
 async def limit_answer(request: ChatRequest, answer: Answer) -> Response:
@@ -57,7 +61,8 @@ def _completion(request: ChatRequest, message: str) -> dict[str, Any]:
     """
     name, prompts = new_id(), request.prompts or (request.given,)
     chat = "chat.completion.chunk" if request.stream else "chat.completion"
-    choices = [_choice(request, message, prompt) for prompt in prompts for _ in range(request.choices)]
+    each = (_choice(request, message, prompt) for prompt in prompts for _ in range(request.choices))
+    choices = enumerate(islice(each, _MOST_CHOICES))
     return {
         "id": name,
         "request_id": name,
@@ -65,7 +70,7 @@ def _completion(request: ChatRequest, message: str) -> dict[str, Any]:
         "created": int(time.time()),
         "model": request.model or "",
         "prompt_token_ids": _ids(prompts[0]),
-        "choices": [{"index": index, **choice} for index, choice in enumerate(choices)],
+        "choices": [{"index": index, **choice} for index, choice in choices],
         "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
     }
 

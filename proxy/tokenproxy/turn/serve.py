@@ -52,6 +52,7 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
             headers = [*earlier.headers, (b"x-request-replayed", b"true")]
             return BytesResponse(earlier.status, headers, earlier.body)
         if request.session_limit:
+            await attempt.fail(200)  # nothing is kept: a retry is answered in the same way
             return await limit_answer(request, answer)
         claims = await stack.enter_async_context(Claims(history.pins))
         try:
