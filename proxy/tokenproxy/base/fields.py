@@ -18,6 +18,7 @@ _decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 NULL = b"null"
 _AT = " - at `$"
 _MISSING = "Object missing required field `"
+_UNKNOWN = "Object contains unknown field `"
 """Parts of msgspec's messages: `Expected int, got str - at $.messages[0].role`."""
 
 
@@ -39,7 +40,8 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     """A request body as a struct.
 
     Raises:
-        BadRequest: a field is missing or wrong; `param` is its path, such as `messages[2].content[0].type`.
+        BadRequest: a field is missing, unknown or wrong; `param` is its path, such as
+            `messages[2].content[0].type`.
     """
     try:
         body.decode()  # parsing checks only the texts that it decodes, and others are read later
@@ -49,9 +51,10 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the request body is not valid JSON: {error}", param="body") from error
     path = path.rstrip("`").removeprefix(".")
-    if text.startswith(_MISSING):
-        path, text = f"{path}.{text.removeprefix(_MISSING)}".strip(".`"), "required"
-    elif not path:
+    for start, problem in ((_MISSING, "required"), (_UNKNOWN, "unknown field")):
+        if text.startswith(start):
+            path, text = f"{path}.{text.removeprefix(start)}".strip(".`"), problem
+    if not path:
         path, text = "body", "the request body must be a JSON object"
     raise BadRequest(f"{path}: {text}", param=path)
 

@@ -13,6 +13,10 @@ import msgspec
 from tokenproxy.base.types import Headers
 
 JSON_HEADERS: Headers = [(b"content-type", b"application/json")]
+EVENT_HEADERS: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+]
 
 
 @dataclass(slots=True)

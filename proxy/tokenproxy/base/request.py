@@ -153,6 +153,10 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The number of requested completions of each prompt."""
     temperature: float | None = None
     """None for the engine's default."""
+    off_policy: tuple[str, ...] = ()
+    """The sampling parameters in which it differs from those that its session notes."""
+    session_limit: str = ""
+    """The limit that its session has reached, so that no engine serves it; empty for none."""
     given: GivenIds | None = None
     """The exact prompt, on the token route."""
     append: bytes | None = None

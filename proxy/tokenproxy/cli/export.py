@@ -106,6 +106,7 @@ async def _export(store: Store, rows: Rows, options: argparse.Namespace) -> Repo
                 only=options.session,
                 shared=options.shared,
                 wanted=frozenset(options.classes),
+                on_policy=options.on_policy,
                 on_start=start,
                 on_rollout=bar.update,
             )
@@ -125,6 +126,7 @@ def _follow(options: argparse.Namespace) -> int:
         metadata=tuple(_condition(text) for text in options.metadata),
         weight_versions=frozenset(options.weight_version),
         classes=frozenset(options.classes),
+        on_policy=options.on_policy,
     )
     store = chosen_store(options)
     follower = Follower(store, LAYOUTS[options.layout], selected, options.shared, options.after or 0)

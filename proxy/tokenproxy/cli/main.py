@@ -242,6 +242,11 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         metavar="CLASS",
         help="train only turns of this class (main, subagent, compaction, ..., unknown); repeatable",
     )
+    add(
+        "--on-policy",
+        action="store_true",
+        help="train only turns that were sampled by the policy of their session",
+    )
     add("--follow", action="store_true", help="add finished rollouts to FILE as they come, until Ctrl-C")
     add(
         "--after",

@@ -142,9 +142,12 @@ def save_session(
     defaults: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
+    limits: Mapping[str, float] | None = None,
+    policy: Mapping[str, Any] | None = None,
 ) -> Call[SessionInfo]:
     """Create a session, or change those of its fields that are not None."""
     fields = {"id": session, "defaults": defaults, "overrides": overrides, "metadata": metadata}
+    fields |= {"limits": limits, "policy": policy}
     body = {name: value for name, value in fields.items() if value is not None}
     return Call("POST", "/v1/sessions", _reader(SessionInfo), body=body)
 
@@ -172,10 +175,11 @@ def set_rewards(session: str, rewards: Mapping[str, float]) -> Call[dict[str, fl
 
 
 def session_samples(
-    session: str, layout: str, shared: str, classes: Iterable[str]
+    session: str, layout: str, shared: str, classes: Iterable[str], on_policy: bool
 ) -> Call[SessionSampleList]:
     """The samples of one session."""
     query = [("layout", layout), ("shared", shared), *(("class", name) for name in classes)]
+    query += [("on_policy", "true")] if on_policy else []
     return Call("GET", _session_path(session, "/samples"), _reader(SessionSampleList), query=query)
 
 
@@ -188,6 +192,7 @@ def read_feed(
     metadata: Mapping[str, str] | None = None,
     weight_versions: Iterable[str] = (),
     classes: Iterable[str] = (),
+    on_policy: bool = False,
     layout: str = "plain",
     shared: str = "once",
 ) -> Call[FeedPage]:
@@ -196,6 +201,7 @@ def read_feed(
     query += [("metadata", f"{key}={value}") for key, value in (metadata or {}).items()]
     query += [("weight_version", version) for version in weight_versions]
     query += [("class", name) for name in classes]
+    query += [("on_policy", "true")] if on_policy else []
     if consumer is not None:
         query.append(("consumer", consumer))
     if after is not None:

@@ -87,10 +87,21 @@ class Client:
         return self._run(calls.set_rewards(session, rewards))
 
     def samples(
-        self, session: str, *, classes: Iterable[str] = (), layout: str = "plain", shared: str = "once"
+        self,
+        session: str,
+        *,
+        classes: Iterable[str] = (),
+        on_policy: bool = False,
+        layout: str = "plain",
+        shared: str = "once",
     ) -> SessionSampleList:
-        """The training samples of one session. `classes`: of the turns to train on; empty for all."""
-        return self._run(calls.session_samples(session, layout, shared, classes))
+        """The training samples of one session.
+
+        Args:
+            classes: of the turns to train on; empty for all.
+            on_policy: whether to train only on turns that were sampled by the session's policy.
+        """
+        return self._run(calls.session_samples(session, layout, shared, classes, on_policy))
 
     def read_feed(
         self,
@@ -243,10 +254,16 @@ class AsyncClient:
         return await self._run(calls.set_rewards(session, rewards))
 
     async def samples(
-        self, session: str, *, classes: Iterable[str] = (), layout: str = "plain", shared: str = "once"
+        self,
+        session: str,
+        *,
+        classes: Iterable[str] = (),
+        on_policy: bool = False,
+        layout: str = "plain",
+        shared: str = "once",
     ) -> SessionSampleList:
         """See `Client.samples`."""
-        return await self._run(calls.session_samples(session, layout, shared, classes))
+        return await self._run(calls.session_samples(session, layout, shared, classes, on_policy))
 
     async def read_feed(
         self,

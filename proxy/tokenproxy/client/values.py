@@ -14,6 +14,10 @@ class SessionFields(TypedDict, total=False):
     overrides: Mapping[str, Any] | None
     """Fields of a chat request that replace those of a request."""
     metadata: Mapping[str, Any] | None
+    limits: Mapping[str, float] | None
+    """`turns`, `sampled_ids` and `seconds` after which the proxy ends the session's program."""
+    policy: Mapping[str, Any] | None
+    """Sampling parameters of all turns; with the `mode` `note` turns with others are only noted."""
 
 
 class FeedSelection(TypedDict, total=False):
@@ -27,6 +31,8 @@ class FeedSelection(TypedDict, total=False):
     """Samples whose turns were all sampled by these weights; all samples if left out or empty."""
     classes: Iterable[str]
     """Of the turns to train on; all turns if left out or empty."""
+    on_policy: bool
+    """Whether to train only on turns that were sampled by their session's policy."""
     layout: str
     """Of the samples; `plain` if left out."""
     shared: str
@@ -63,6 +69,10 @@ class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
     overrides: dict[str, Any]
     """Fields of a chat request that replace those of a request."""
     metadata: dict[str, Any]
+    limits: dict[str, float | None] = {}
+    policy: dict[str, Any] = {}
+    sampled_ids: int = 0
+    """In all its turns."""
     reward: float | None = None
     """Of the whole rollout."""
     agents: list[dict[str, Any]] = []

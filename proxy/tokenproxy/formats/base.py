@@ -45,6 +45,14 @@ class SessionFields:
     """Used for fields that the request does not set."""
     overrides: Fields = field(default_factory=dict)
     """Replace the fields of the request."""
+    policy: Fields = field(default_factory=dict)
+    """Sampling parameters of a policy that is only noted."""
+    limit: str = ""
+    """See `SessionLimits.reached`."""
+
+    def off_policy(self, sampling: Fields) -> tuple[str, ...]:
+        """The parameters of the policy that a request does not set, or sets to another value."""
+        return tuple(name for name in self.policy if number(sampling, name) != number(self.policy, name))
 
 
 class Format(Protocol):
@@ -155,6 +163,8 @@ def shared_fields(
         "stream": flag(fields, "stream"),
         "choices": max(1, int(number(sampling, "n") or 1)),
         "temperature": number(sampling, "temperature"),
+        "off_policy": session.off_policy(sampling) if session and session.policy else (),
+        "session_limit": session.limit if session else "",
         # the engine refuses other values
         "routed_experts_start": int(start) if 0 <= start < 2**31 else 0,
     }

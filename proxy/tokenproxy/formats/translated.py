@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenproxy.base.errors import ApiError
 from tokenproxy.base.fields import is_null
-from tokenproxy.base.http import BytesResponse, KeptAlive, Response, is_event_stream
+from tokenproxy.base.http import EVENT_HEADERS, BytesResponse, KeptAlive, Response, is_event_stream
 from tokenproxy.base.types import Headers
 from tokenproxy.engine.sse import split_events
 from tokenproxy.record.completion import Completion
@@ -15,8 +15,6 @@ from tokenproxy.record.echo import Signer, TurnTokens
 from tokenproxy.turn import parsing, wire
 from tokenproxy.turn.answer import StreamedAnswer
 from tokenproxy.turn.usual_chunk import Piece, UsualChunk
-
-_EVENTS: Headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 class Translation(StreamedAnswer):
@@ -148,7 +146,7 @@ def _in_stream(translation: Translation, status: int, message: str, code: str | 
     """An error that is sent as a stream; None if it is not."""
     if not translation.in_stream(status, message, code):
         return None
-    return BytesResponse(200, list(_EVENTS), translation.error_event(status, message, code))
+    return BytesResponse(200, list(EVENT_HEADERS), translation.error_event(status, message, code))
 
 
 async def serve_early(
@@ -163,7 +161,7 @@ async def serve_early(
     try:
         await asyncio.wait([turn], timeout=silence_s)
         if not turn.done():
-            return TranslatedStream(turn, _EVENTS, translation, silence_s)
+            return TranslatedStream(turn, EVENT_HEADERS, translation, silence_s)
         response = turn.result()
         if response.status < 400 and is_event_stream(response.headers):
             return TranslatedStream(turn, response.headers, translation, silence_s)

@@ -274,6 +274,7 @@ def _new_turn(
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
         temperature=request.temperature,
+        off_policy=request.off_policy,
         logprobs_mode=placement.logprobs_mode,
         problem=problem or "",
         weight_versions=choice.weight_versions,

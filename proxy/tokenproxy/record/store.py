@@ -36,8 +36,10 @@ T = TypeVar("T")
 FOUND_AT_MOST = 16
 """Groups that `find` returns for one key, and turns that it returns for one group."""
 
+DESCRIPTION = ("defaults", "overrides", "metadata", "limits", "policy")
+"""The fields of a `Session` that its client sets, each a JSON object."""
 MAX_DESCRIPTION_BYTES = 65_536
-"""Of a session's defaults, overrides and metadata together."""
+"""Of a session's description: all these fields together."""
 
 RESPONSES = "responses"
 """Space of the responses that are kept for retries."""
@@ -149,12 +151,20 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     turns: int = 0
     size: Annotated[int, msgspec.Meta(lt=MOST_BYTES)] = 0
     """Bytes its turns and its description take in the store, which may compress them."""
+    sampled_ids: int = 0
+    """Number of sampled ids in its turns."""
+    first_turn: Time = 0.0
+    """When the request of its first recorded turn arrived, in seconds since the epoch; 0 without turns."""
     defaults: bytes = b"{}"
     """JSON object: fields of a chat request that apply where a request does not set them."""
     overrides: bytes = b"{}"
     """JSON object: fields of a chat request that replace those of a request."""
     metadata: bytes = b"{}"
     """JSON object of the client's own."""
+    limits: bytes = b"{}"
+    """JSON object: a `SessionLimits`."""
+    policy: bytes = b"{}"
+    """JSON object: a `SamplingPolicy`; empty for none."""
     rewards: dict[str, Reward] = {}
     """Of turns, by their id, and of the whole rollout, by ""."""
     pinned_until: Time = 0.0
@@ -166,6 +176,11 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """1 when it is finished, and one more each time it is finished again after a change."""
     cause: str = ""
     """A `Cause`: why it was finished."""
+
+    @property
+    def description_bytes(self) -> int:
+        """Bytes of the fields that its client set."""
+        return sum([len(getattr(self, name)) for name in DESCRIPTION])
 
     @property
     def name(self) -> str:

@@ -124,6 +124,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The stop string or token that ended the turn, as vLLM reports it."""
     temperature: float | None = None
     """The requested temperature; None for the engine's default."""
+    off_policy: tuple[str, ...] = ()
+    """The sampling parameters in which its request differed from the session's `SamplingPolicy`."""
     logprobs_mode: str = ""
     """The server's `--logprobs-mode`; empty if unknown."""
     problem: str = ""

@@ -12,7 +12,7 @@ turns without a stated class, of which the first that applies decides:
     as parent   a turn that continues a turn of a sub-agent or a workflow
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -57,17 +57,12 @@ def classes_of(turns: Sequence[Turn]) -> dict[str, str]:
     return classes
 
 
-def selected(turns: Sequence[Turn], classes: Mapping[str, str], wanted: frozenset[str]) -> list[Turn]:
-    """The turns of the wanted classes, and those that they continue.
-
-    Args:
-        classes: those of `classes_of`.
-        wanted: `UNKNOWN` stands for turns without a class.
-    """
+def selected(turns: Sequence[Turn], wanted: Collection[str]) -> list[Turn]:
+    """The turns with the wanted ids, and those that they continue."""
     by_id = {turn.id: turn for turn in turns}
     kept: set[str] = set()
     for turn in turns:
-        if (classes[turn.id] or UNKNOWN) not in wanted:
+        if turn.id not in wanted:
             continue
         before: Turn | None = turn
         while before is not None and before.id not in kept:

@@ -158,6 +158,7 @@ async def export(
     only: Sequence[str] = (),
     shared: Shared = "once",
     wanted: frozenset[str] = frozenset(),
+    on_policy: bool = False,
     on_start: Callable[[int], object] = lambda total: None,
     on_rollout: Callable[[], object] = lambda: None,
 ) -> Report:
@@ -169,6 +170,7 @@ async def export(
             session of any tenant, unless it is also an id.
         shared: whether turns that samples share are trained once or in each.
         wanted: the classes of turns to train on; see `samples_of`.
+        on_policy: whether to train only on turns without `off_policy`.
         on_start: called with the number of rollouts.
         on_rollout: called after each rollout.
 
@@ -183,7 +185,7 @@ async def export(
         session = await store.session(rollout)
         turns = await store.turns(rollout) if session else []  # deleted since the export began
         rewards = session.rewards if session else {}
-        found = samples_of(turns, rewards, session=session, shared=shared, wanted=wanted)
+        found = samples_of(turns, rewards, session=session, shared=shared, wanted=wanted, on_policy=on_policy)
         for sample in found.samples:
             rows.write(layout.row(sample))
         if turns:

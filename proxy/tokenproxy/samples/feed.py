@@ -42,6 +42,8 @@ class FeedFilter:
 
     classes: frozenset[str] = frozenset()
     """The classes of turns to train on; see `samples_of`. Rollouts without such turns are not selected."""
+    on_policy: bool = False
+    """Whether to train only on turns without `off_policy`; rollouts without any are not selected."""
 
     def selects_session(self, session: Session) -> bool:
         """Whether the metadata of a session are as required."""
@@ -154,10 +156,11 @@ async def _read(
             shared=shared,
             revision=session.revision,
             wanted=selected.classes,
+            on_policy=selected.on_policy,
         )
     )
     samples = [sample for sample in found.samples if selected.selects_sample(sample)]
-    if (selected.weight_versions or selected.classes) and not samples:
+    if (selected.weight_versions or selected.classes or selected.on_policy) and not samples:
         return None
     return ReadRollout(session, samples, found.refused)
 

@@ -12,8 +12,8 @@ with `shared="once"` its mask is 1 in exactly one of them. A turn is sound if it
 continues can be trained on. The leaf of a path with an unsound turn is refused with a reason: no sample is
 padded, and no leaf is left out silently.
 
-If classes of turns are selected, this holds for the turns of these classes. The turns that they continue are
-in the samples too, with a mask of 0; turns that no selected one continues are left out.
+If classes of turns or turns on policy are selected, this holds for the selected turns. The turns that they
+continue are in the samples too, with a mask of 0; turns that no selected one continues are left out.
 """
 
 import math
@@ -53,6 +53,8 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's finish reason; `abort` if the turn was broken off, with the ids sampled until then."""
     temperature: float | None = None
     """The temperature of the request or its session; None for the engine's default."""
+    off_policy: tuple[str, ...] = ()
+    """As `Turn.off_policy`."""
     stop_reason: str | int | None = None
     """The stop string or token that ended the turn, as vLLM reports it."""
     reward: float | None = None
@@ -86,7 +88,7 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
 UNCHANGED = (
     *("source", "reason", "finish_reason", "stop_reason", "temperature", "logprobs_mode"),
     *("weights_uncertain", "routed_experts", "routed_experts_start"),
-    *("agent", "parent_agent", "requested_model", "began_anew"),
+    *("agent", "parent_agent", "requested_model", "began_anew", "off_policy"),
 )
 """The fields of a turn that its span holds as they are."""
 
@@ -194,6 +196,7 @@ def samples_of(
     shared: Shared = "once",
     revision: int = 0,
     wanted: frozenset[str] = frozenset(),
+    on_policy: bool = False,
 ) -> Samples:
     """The samples of one rollout, in time linear in the ids they hold.
 
@@ -210,12 +213,17 @@ def samples_of(
         revision: that of all samples.
         wanted: the classes of turns to train on, `UNKNOWN` for those without one; empty for all. Turns of
             other classes after the last wanted one of a path are left out.
+        on_policy: whether to train only on turns without `off_policy`; the others as those of other classes.
     """
     classes = classes_of(turns)
     segments = segments_of(turns, classes)
-    tree = TurnTree(selected(turns, classes, wanted) if wanted else turns)
+    trainable = {
+        turn.id
+        for turn in turns
+        if (not wanted or (classes[turn.id] or UNKNOWN) in wanted) and not (on_policy and turn.off_policy)
+    }
+    tree = TurnTree(selected(turns, trainable))
     rewards = {turn_id: reward for turn_id, reward in rewards.items() if math.isfinite(reward)}
-    trainable = {turn.id for turn in turns if not wanted or (classes[turn.id] or UNKNOWN) in wanted}
     paths = [path for path in tree.sound_paths() if any(turn.id in trainable for turn in path)]
     leaf_of = _leaf_that_trains(sorted(paths, key=lambda path: _preference(path[-1], tree, rewards)))
     samples = []

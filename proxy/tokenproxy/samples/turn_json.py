@@ -33,6 +33,7 @@ def session_fields(session: Session) -> dict[str, Any]:
         "created": session.created,
         "used": session.used,
         "turn_count": session.turns,
+        "sampled_ids": session.sampled_ids,
         "bytes": session.size,
     }
 
@@ -63,6 +64,7 @@ def turn_fields(turn: Turn, request_class: str, segment: Segment) -> dict[str, A
         "finish_reason": turn.finish_reason,
         "stop_reason": turn.stop_reason,
         "temperature": turn.temperature,
+        "off_policy": list(turn.off_policy),
         "request_class": request_class or None,
         "agent": turn.agent or None,
         "parent_agent": turn.parent_agent or None,

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from tokenproxy.record.store import (
+    DESCRIPTION,
     LAST_POSITION,
     Before,
     Candidate,
@@ -34,7 +35,7 @@ from tokenproxy.record.store import (
     StoreUnusable,
     Unreadable,
 )
-from tokenproxy.record.turn import Turn
+from tokenproxy.record.turn import Turn, request_time
 from tokenproxy.store import redis_scripts as scripts
 from tokenproxy.store.eviction import AgeClock, evict
 from tokenproxy.store.packed import (
@@ -55,7 +56,7 @@ from tokenproxy.store.redis_urls import read_redis_url
 
 log = logging.getLogger("tokenproxy")
 
-SCHEMA_VERSION = b"4"
+SCHEMA_VERSION = b"5"
 EVICTED_S = 3600
 """Seconds for which the index remembers a key under which all turns were evicted."""
 _PAGE = 64
@@ -104,18 +105,18 @@ class RedisStore:
     ) -> Evicted:
         """See `Store.add`."""
         if not turns:
-            return await self._save(session, ("", ""))
+            return await self._save(session, ("", "", ""), 0.0)
         members: list[tuple[bytes, bytes]] = []
         args: list[Any] = []
         for turn, of_turn, packed in zip(turns, entries, await pack_turns(turns), strict=True):
             members += [(_index_key(key), _member(ids, turn.id, session.id)) for key, ids in of_turn]
             above = pack_parts((each or "").encode() for each in (turn.parent, turn.prompt_turn))
-            args += turn.id, turn.parent or "", above + pack_entries(of_turn), packed
+            args += turn.id, turn.parent or "", above + pack_entries(of_turn), packed, turn.completion_tokens
         calls = [Call("SET", [_turn_key(turn.id)], [session.id]) for turn in turns]
         calls += self._on_index(scripts.INDEX, members)
         await self._servers.run_each(calls, replicated=True)
         counts = await self._run(scripts.ADD, _rollout_keys(session.id), *args)
-        return await self._save(session, counts)
+        return await self._save(session, counts, min([request_time(turn.id) for turn in turns]))
 
     async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
         """See `Store.find`."""
@@ -254,11 +255,12 @@ class RedisStore:
         """See `Evicting.remove`."""
         return await self._remove(rollout, now, EVICTED_S)
 
-    async def _save(self, session: Session, counts: Sequence[Any]) -> Evicted:
+    async def _save(self, session: Session, counts: Sequence[Any], first_turn: float) -> Evicted:
         """Count turns of a session, or describe it."""
         fields = (session.tenant, int(session.explicit), repr(session.created))
-        described = (session.defaults, session.overrides, session.metadata)
-        args = (repr(time.time()), *counts, int(session.ambiguous), *fields, *described)
+        described = [part for name in DESCRIPTION for part in (name, getattr(session, name))]
+        counts = (*counts, repr(first_turn), int(session.ambiguous))
+        args = (repr(time.time()), *counts, *fields, *described)
         size = await self._run_list(scripts.SAVE, session.id, *args)
         return await self._evict(session.id) if size > self.limits.max_bytes else Evicted()
 
@@ -393,7 +395,7 @@ def _read_reply(packed: bytes) -> Iterator[bytes]:
 
 def _session_from(fields: dict[bytes, bytes]) -> Session:
     """The session from the fields of its hash."""
-    described = {name: fields.pop(name.encode()) for name in ("defaults", "overrides", "metadata")}
+    described = {name: fields.pop(name.encode()) for name in DESCRIPTION}
     texts = {name.decode(): value.decode() for name, value in fields.items()}
     rewards = {name[7:]: float(value) for name, value in texts.items() if name.startswith("reward:")}
     return msgspec.convert({**texts, **described, "rewards": rewards}, Session, strict=False)

@@ -5,7 +5,8 @@
     tokenproxy:turn:TURN           string: the rollout of a turn
     tokenproxy:{s/ROLLOUT}:turns   hash: turn to packed turn
     tokenproxy:{s/ROLLOUT}:entries hash: turn to its parent, prompt_turn and index entries, as `pack_parts`
-    tokenproxy:{s/ROLLOUT}:state   hash: turn to `claimed` or `continued`; `bytes`: of its turns
+    tokenproxy:{s/ROLLOUT}:state   hash: turn to `claimed` or `continued`; `bytes`: of its turns;
+                                   `sampled`: number of their sampled ids
     tokenproxy:{v/SPACE}:values    hash: name to packed value
     tokenproxy:{v/SPACE}:expiry    sorted set: names by the time when they expire
     tokenproxy:{v/SPACE}:bytes     string: bytes of the values
@@ -102,20 +103,22 @@ return table.concat(replies)
 first of them, and how many of the last ones follow, the last first."""
 
 ADD = """
-for i = 1, #ARGV, 4 do
-    local turn, parent, entries, packed = unpack(ARGV, i, i + 3)
+for i = 1, #ARGV, 5 do
+    local turn, parent, entries, packed, sampled = unpack(ARGV, i, i + 4)
     if redis.call('HSETNX', KEYS[1], turn, packed) == 1 then
         redis.call('HSET', KEYS[2], turn, entries)
         redis.call('HINCRBY', KEYS[3], 'bytes', #entries + #packed)
+        redis.call('HINCRBY', KEYS[3], 'sampled', sampled)
         if parent ~= '' then
             redis.call('HSET', KEYS[3], parent, 'continued')
         end
     end
 end
-return {redis.call('HLEN', KEYS[1]), tonumber(redis.call('HGET', KEYS[3], 'bytes'))}
+local bytes, sampled = unpack(redis.call('HMGET', KEYS[3], 'bytes', 'sampled'))
+return {redis.call('HLEN', KEYS[1]), tonumber(bytes), tonumber(sampled)}
 """
 """Keys: turns, entries and state of a rollout. Arguments: for each turn its id, parent or '', entries, packed
-turn. Reply: numbers of turns and bytes of the rollout."""
+turn, number of its sampled ids. Reply: numbers of turns, bytes and sampled ids of the rollout."""
 
 PATH = """
 local found, seen, turn, holders = {}, {}, ARGV[1], {}
@@ -271,16 +274,18 @@ end
 SAVE = (
     _TOUCH
     + """
-local turns, bytes, ambiguous, tenant, explicit, created, defaults, overrides, metadata = unpack(ARGV, 3)
-local before = redis.call('HMGET', name, 'turns', 'bytes', 'tenant', 'defaults', 'overrides', 'metadata')
+local turns, bytes, sampled, first, ambiguous, tenant, explicit, created = unpack(ARGV, 3, 10)
+local before = redis.call('HMGET', name, 'turns', 'bytes', 'tenant', 'sampled_ids')
 local more, size = turns == '' and 0 or math.max(0, turns - sound(before[1], beyond)), 0
 if not before[3] or turns == '' then
     if before[3] and before[3] ~= tenant then
         redis.call('ZREM', p .. 'used:' .. before[3], rollout)
     end
-    size = #defaults + #overrides + #metadata - #(before[4] or '') - #(before[5] or '') - #(before[6] or '')
-    redis.call('HSET', name, 'id', rollout, 'tenant', tenant, 'explicit', explicit, 'created', created,
-        'defaults', defaults, 'overrides', overrides, 'metadata', metadata)
+    redis.call('HSET', name, 'id', rollout, 'tenant', tenant, 'explicit', explicit, 'created', created)
+    for i = 11, #ARGV, 2 do
+        size = size + #ARGV[i + 1] - redis.call('HSTRLEN', name, ARGV[i])
+        redis.call('HSET', name, ARGV[i], ARGV[i + 1])
+    end
     touch(tenant)
 elseif more > 0 then
     touch(before[3])
@@ -289,6 +294,8 @@ if more > 0 then
     local grown = math.max(0, bytes - sound(before[2], beyond))
     grow(name, 'turns', more)
     grow(name, 'bytes', grown)
+    grow(name, 'sampled_ids', math.max(0, sampled - sound(before[4], beyond)))
+    redis.call('HSETNX', name, 'first_turn', first)
     size = size + grown
     if ambiguous == '1' then
         redis.call('HSET', name, 'ambiguous', 1)
@@ -298,9 +305,9 @@ grow(name, 'size', size)
 return grow(p .. 'totals', 'size', size)
 """
 )
-"""Arguments: rollout, now; the reply of `ADD`, or '' twice to describe the session; 1 if it is ambiguous;
-its tenant, explicit, created, defaults, overrides, metadata. Reply: bytes held afterwards. Numbers of a call
-that was overtaken change nothing."""
+"""Arguments: rollout, now; the reply of `ADD`, or '' three times to describe the session; when its first turn
+was requested; 1 if it is ambiguous; its tenant, explicit, created; name and value of each field of its
+description. Reply: bytes held afterwards. Numbers of a call that was overtaken change nothing."""
 
 PIN = (
     _TOUCH

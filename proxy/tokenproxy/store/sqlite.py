@@ -88,7 +88,10 @@ class SqliteStore:
     ) -> Evicted:
         """See `Store.add`."""
         rows = [
-            TurnRow(turn.id, turn.parent, turn_entries, pack_entries(turn_entries), packed)
+            TurnRow(
+                *(turn.id, turn.parent, turn_entries, pack_entries(turn_entries), packed),
+                turn.completion_tokens,
+            )
             for turn, turn_entries, packed in zip(turns, entries, await pack_turns(turns), strict=True)
         ]
         now, size = time.time(), sum([len(row.packed) for row in rows])

@@ -16,6 +16,7 @@ from msgspec.structs import asdict
 
 from tokenproxy.record.store import (
     DAMAGED,
+    DESCRIPTION,
     FOUND_AT_MOST,
     LAST_POSITION,
     LATEST_S,
@@ -30,11 +31,12 @@ from tokenproxy.record.store import (
     StoreUnusable,
     Unreadable,
 )
+from tokenproxy.record.turn import request_time
 from tokenproxy.store.packed import is_damaged, text, unpack_entries
 
 T = TypeVar("T", bytes, str)
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 _APPLICATION_ID = 0x746F6B70
 _EXPIRED_AT_ONCE = 512
 _SCHEMA = f"""
@@ -52,7 +54,9 @@ CREATE TABLE evicted (
 CREATE TABLE sessions (
     id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL, explicit INTEGER NOT NULL, ambiguous INTEGER NOT NULL,
     created REAL NOT NULL, used REAL NOT NULL, turns INTEGER NOT NULL, size INTEGER NOT NULL,
-    defaults BLOB NOT NULL, overrides BLOB NOT NULL, metadata BLOB NOT NULL, rewards BLOB NOT NULL,
+    sampled_ids INTEGER NOT NULL, first_turn REAL NOT NULL,
+    defaults BLOB NOT NULL, overrides BLOB NOT NULL, metadata BLOB NOT NULL, limits BLOB NOT NULL,
+    policy BLOB NOT NULL, rewards BLOB NOT NULL,
     pinned_until REAL NOT NULL, position INTEGER NOT NULL, revision INTEGER NOT NULL, cause TEXT NOT NULL,
     finished_turns INTEGER NOT NULL
 );
@@ -104,16 +108,17 @@ SELECT CAST(id AS BLOB), CAST(packed AS BLOB) FROM up JOIN turns USING (id)
 """
 _ADD_TO_SESSION = f"""
 INSERT INTO sessions VALUES (
-    :id, :tenant, :explicit, :ambiguous, :created, {USED_NOW}, :turns, :size + :described,
-    :defaults, :overrides, :metadata, :rewards, 0, 0, 0, '', 0
+    :id, :tenant, :explicit, :ambiguous, :created, {USED_NOW}, :turns, :size + :described, :sampled, :first,
+    {", ".join(f":{field}" for field in DESCRIPTION)}, :rewards, 0, 0, 0, '', 0
 )
 ON CONFLICT (id) DO UPDATE SET
-    used = excluded.used, turns = turns + :turns, size = size + :size, ambiguous = max(ambiguous, :ambiguous)
+    used = excluded.used, turns = turns + :turns, size = size + :size, ambiguous = max(ambiguous, :ambiguous),
+    sampled_ids = sampled_ids + :sampled, first_turn = CASE first_turn WHEN 0 THEN :first ELSE first_turn END
 """
 _DESCRIBE = f"""
-{_ADD_TO_SESSION}, tenant = :tenant, explicit = :explicit, created = :created, defaults = :defaults,
-    overrides = :overrides, metadata = :metadata,
-    size = size - length(defaults) - length(overrides) - length(metadata) + :described
+{_ADD_TO_SESSION}, tenant = :tenant, explicit = :explicit, created = :created,
+    {", ".join(f"{field} = :{field}" for field in DESCRIPTION)},
+    size = size - {" - ".join(f"length({field})" for field in DESCRIPTION)} + :described
 """.replace("size = size + :size, ", "")
 _CANDIDATES = f"""
 SELECT turn, rollout FROM entries CROSS JOIN turns ON turns.id = turn WHERE key = ? AND ids = ?
@@ -129,6 +134,8 @@ class TurnRow(NamedTuple):
     entries: Sequence[IndexEntry]
     packed_entries: bytes
     packed: bytes
+    sampled: int
+    """Number of sampled ids."""
 
 
 def prepare(connection: sqlite3.Connection, path: Path | None) -> None:
@@ -170,9 +177,10 @@ def add_turns(connection: sqlite3.Connection, session: Session, rows: Sequence[T
     ]
     if rows and not new:
         return 0
-    described = len(session.defaults) + len(session.overrides) + len(session.metadata)
     size = sum(len(row.packed) + len(row.packed_entries) for row in new)
-    values = asdict(session) | {"turns": len(new), "size": size, "described": described, "now": now}
+    values = asdict(session) | {"turns": len(new), "size": size, "now": now}
+    values |= {"described": session.description_bytes, "sampled": sum([row.sampled for row in new])}
+    values["first"] = min([request_time(row.id) for row in new], default=0.0)
     values |= {"ambiguous": session.ambiguous and bool(new), "rewards": msgspec.msgpack.encode({})}
     connection.execute(_ADD_TO_SESSION if rows else _DESCRIBE, values)
     for row in new:

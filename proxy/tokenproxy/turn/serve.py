@@ -1,6 +1,6 @@
 """Serves one chat turn of any wire format; a completions request with several prompts is a turn for each.
 
-1. A retry gets the response of the request it repeats.
+1. A retry gets the response of the request it repeats; a session that reached a limit gets a final answer.
 2. The prompt is planned, then a replica is chosen that completes it. After a failure another replica gets it.
 3. What was sampled is recorded before the client gets the end of its response.
 """
@@ -19,6 +19,7 @@ from tokenproxy.record.recorder import Recording
 from tokenproxy.record.retries import Attempt
 from tokenproxy.turn import parsing
 from tokenproxy.turn.answer import Answer, Redactor, StreamedAnswer
+from tokenproxy.turn.limit_answer import limit_answer
 from tokenproxy.turn.reader import read_completion
 from tokenproxy.turn.required_prefix import PrefixRefused
 from tokenproxy.turn.resume import Resume
@@ -50,6 +51,9 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
         if (earlier := attempt.earlier) is not None:
             headers = [*earlier.headers, (b"x-request-replayed", b"true")]
             return BytesResponse(earlier.status, headers, earlier.body)
+        if request.session_limit:
+            await attempt.fail(200)  # nothing is kept: a retry is answered in the same way
+            return await limit_answer(request, answer)
         claims = await stack.enter_async_context(Claims(history.pins))
         try:
             request = await history.echoes.resolve(request)

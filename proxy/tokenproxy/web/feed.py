@@ -41,6 +41,7 @@ from tokenproxy.web.parameters import (
     number,
     refused_as,
     requested_classes,
+    requested_flag,
     requested_layout,
     requested_limit,
     requested_shared,
@@ -55,7 +56,7 @@ _MAY_BE_EMPTY = ("consumer", "after")
 """Parameters that count as missing if they are empty."""
 _PARAMETERS = (
     *_MAY_BE_EMPTY,
-    *("wait", "limit", "metadata", "weight_version", "class", "layout", "shared"),
+    *("wait", "limit", "metadata", "weight_version", "class", "on_policy", "layout", "shared"),
 )
 _STOP_CHECK_S = 0.5
 """Seconds after which a request that waits looks whether the proxy stops."""
@@ -85,7 +86,7 @@ class FeedSamples(StoreRoute):
     summary = "The samples of finished rollouts, in the order of finishing"
 
     async def answer(self, request: Request, services: Services, /) -> Response:
-        """`?consumer=&after=&wait=&limit=&metadata=&weight_version=&class=&layout=&shared=`.
+        """`?consumer=&after=&wait=&limit=&metadata=&weight_version=&class=&on_policy=&layout=&shared=`.
 
         `{"object", "data": [{"rollout", "revision", "cause", "finished", "metadata", "samples", "refused",
         "cursor"}], "cursor", "more"}`. Waits up to `wait` seconds until there is a rollout. Reads after
@@ -181,7 +182,10 @@ def _read_parameters(request: Request) -> _FeedRequest:
         after=_position(after, "after") if after else None,
         limit=limit,
         wait_s=wait_s,
-        selected=FeedFilter(request.tenant, metadata, weights, requested_classes(request)),
+        selected=FeedFilter(
+            *(request.tenant, metadata, weights, requested_classes(request)),
+            requested_flag(request, "on_policy"),
+        ),
         layout=requested_layout(request),
         shared=requested_shared(request),
     )

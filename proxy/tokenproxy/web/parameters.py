@@ -10,6 +10,7 @@ All of them name explicit sessions of the request's tenant.
 """
 
 import re
+import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,10 +19,12 @@ from hashlib import blake2b
 import msgspec
 
 from tokenproxy.base.errors import BadRequest, NotFound
+from tokenproxy.base.fields import read
 from tokenproxy.base.http import Request, query_pairs, query_value, query_values
 from tokenproxy.base.request import SessionRef
 from tokenproxy.base.types import Fields
 from tokenproxy.formats.base import SessionFields
+from tokenproxy.record.session_rules import SessionLimits
 from tokenproxy.record.store import Session, StoreError, session_id
 from tokenproxy.samples.layouts import LAYOUTS, Layout
 from tokenproxy.samples.samples import Shared
@@ -127,21 +130,27 @@ async def named_session(request: Request, services: Services) -> SessionFields |
     try:
         session = await history.store.session(session_id(request.tenant, name))
     except StoreError as error:
-        error.report(history.metrics, "a session's defaults and overrides do not apply")
+        error.report(history.metrics, "a session's description does not apply")
         session = None
     if session is None:
         return SessionFields(SessionRef(name))
     try:
-        defaults, overrides = (
-            msgspec.json.decode(each, type=Fields) for each in (session.defaults, session.overrides)
+        defaults, overrides, policy = (
+            msgspec.json.decode(each, type=Fields)
+            for each in (session.defaults, session.overrides, session.policy)
         )
+        limit = msgspec.json.decode(session.limits, type=SessionLimits).reached(session, time.time())
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequest(
-            f"the defaults or overrides of the session {name!r} are damaged in the store: save them again "
-            "with POST /v1/sessions",
+            f"the description of the session {name!r} is damaged in the store: save defaults, overrides, "
+            "limits and policy again with POST /v1/sessions",
             param="session",
         ) from error
-    return SessionFields(SessionRef(name, session.explicit), defaults, overrides)
+    noted = read(policy, "mode", str) == "note"
+    policy.pop("mode", None)
+    if not noted:
+        overrides, policy = overrides | policy, {}
+    return SessionFields(SessionRef(name, session.explicit), defaults, overrides, policy, limit)
 
 
 _NUMBER = re.compile(r"[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|inf)", re.IGNORECASE)
@@ -198,6 +207,14 @@ def requested_shared(request: Request) -> Shared:
     if shared == "once":
         return "once"
     raise BadRequest("`shared` must be `once` or `each`", param="shared")
+
+
+def requested_flag(request: Request, name: str) -> bool:
+    """A parameter that is `true` or `false`; false if it is missing."""
+    value = query_value(request, name, "false")
+    if value not in ("true", "false"):
+        raise BadRequest(f"`{name}` must be true or false", param=name)
+    return value == "true"
 
 
 def requested_layout(request: Request) -> Layout:

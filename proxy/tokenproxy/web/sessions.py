@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 
 from tokenproxy.base.errors import BadRequest
-from tokenproxy.base.fields import parse, raw_value, read
+from tokenproxy.base.fields import NULL, decode, join, parse, raw_value, read
 from tokenproxy.base.http import Request, Response, json_response, query_value
 from tokenproxy.base.types import Fields
-from tokenproxy.record.store import MAX_DESCRIPTION_BYTES, Cause, Session, session_id
+from tokenproxy.record.session_rules import SessionRules
+from tokenproxy.record.store import DESCRIPTION, MAX_DESCRIPTION_BYTES, Cause, Session, session_id
 from tokenproxy.record.turn import Turn, new_id, unpack_alternatives, unpack_ids, unpack_logprobs
 from tokenproxy.samples.classes import agents_of, classes_of
 from tokenproxy.samples.samples import samples_of
@@ -26,6 +27,7 @@ from tokenproxy.web.parameters import (
     next_page,
     number,
     requested_classes,
+    requested_flag,
     requested_layout,
     requested_limit,
     requested_page,
@@ -36,7 +38,7 @@ from tokenproxy.web.parameters import (
 
 MOST_TURNS = 1_000_000
 """Of a session that are returned at once."""
-_DESCRIPTION = ("defaults", "overrides", "metadata")
+_rules = msgspec.json.Decoder(SessionRules)
 _AMBIGUOUS = (
     "another rollout held an equal conversation, so turns of the two may have been confused: name a session "
     "with X-Session-ID or the base URL /sessions/ID/v1"
@@ -55,7 +57,7 @@ class Sessions(StoreRoute):
     summary = "Create a session, or list the most recently used ones"
 
     async def answer(self, request: Request, services: Services, /) -> Response:
-        """POST: `{"id", "defaults", "overrides", "metadata"}`, all optional. GET: `?limit=&before=`."""
+        """POST: `id`, `defaults`, `overrides`, `metadata`, `limits`, `policy`. GET: `?limit=&before=`."""
         if request.method == "POST":
             return await _save(request, services)
         check_parameters(request, ("limit", "before"))
@@ -92,16 +94,14 @@ class OneSession(SessionRoute):
         `?ids=true` adds ids. `?limit=&after=`: that many turns after the turn `after`; `next` is the last of
         them while more follow. A slow reader holds no more of a large session than one such page.
         """
-        ids, rewards = query_value(request, "ids", "false"), found.rewards
-        if ids not in ("true", "false"):
-            raise BadRequest("`ids` must be true or false", param="ids")
+        ids, rewards = requested_flag(request, "ids"), found.rewards
         page = _page(request, found.turns)
 
         def tree() -> dict[str, Any]:
             classes = classes_of(found.turns)
             segments = segments_of(found.turns, classes)
             shown = [
-                _shown(turn, classes[turn.id], segments[turn.id], rewards.get(turn.id), ids == "true")
+                _shown(turn, classes[turn.id], segments[turn.id], rewards.get(turn.id), ids)
                 for turn in page
             ]
             more = page and page[-1] is not found.turns[-1]
@@ -116,19 +116,25 @@ class SessionSamples(SessionRoute):
     """Returns the training samples of a session."""
 
     path = "/v1/sessions/{session}/samples"
-    parameters = ("shared", "layout", "class")
+    parameters = ("shared", "layout", "class", "on_policy")
     summary = "A session's training samples, one for each leaf"
 
     async def show(self, request: Request, services: Services, found: RecordedSession) -> Response:
-        """`?shared=once|each`, `?layout=plain|trl|verl|prime-rl|skyrl`, `?class=`.
+        """`?shared=once|each`, `?layout=plain|trl|verl|prime-rl|skyrl`, `?class=`, `?on_policy=true`.
 
         `{"id", "samples", "refused"}`.
         """
-        shared, layout = requested_shared(request), requested_layout(request)
-        classes, session = requested_classes(request), found.session
+        shared, layout, session = requested_shared(request), requested_layout(request), found.session
+        classes, on_policy = requested_classes(request), requested_flag(request, "on_policy")
 
         def export() -> Response:
-            result = samples_of(found.turns, found.rewards, session=session, shared=shared, wanted=classes)
+            result = samples_of(
+                *(found.turns, found.rewards),
+                session=session,
+                shared=shared,
+                wanted=classes,
+                on_policy=on_policy,
+            )
             rows = [layout.row(sample) for sample in result.samples]
             return json_response({"id": session.name, "samples": rows, "refused": result.refused})
 
@@ -239,11 +245,11 @@ async def _save(request: Request, services: Services) -> Response:
         session = Session(id=rollout, tenant=request.tenant, created=now, **described)
     else:
         session = msgspec.structs.replace(before, **described)
-    size = len(session.defaults) + len(session.overrides) + len(session.metadata)
+    size = session.description_bytes
     if described and size > MAX_DESCRIPTION_BYTES:
         largest = max(described, key=lambda field: len(described[field]))
         raise BadRequest(
-            f"`{largest}` is too large: defaults, overrides and metadata of a session together may take "
+            f"`{largest}` is too large: {', '.join(DESCRIPTION)} of a session together may take "
             f"{MAX_DESCRIPTION_BYTES} bytes, these take {size}",
             param=largest,
         )
@@ -253,20 +259,21 @@ async def _save(request: Request, services: Services) -> Response:
 
 
 def _description(fields: Fields) -> dict[str, Any]:
-    """The fields of a request that describe a session, as JSON."""
+    """The fields of a request that describe a session, as JSON. Raises BadRequest."""
     described: dict[str, Any] = {}
     if raw_value(fields, "sampling_params") is not None:  # rLLM's name for the defaults
         if raw_value(fields, "defaults") is not None:
             raise BadRequest("`sampling_params` and `defaults` are the same", param="sampling_params")
         fields = {**fields, "defaults": fields["sampling_params"]}
-    for field in _DESCRIPTION:
+    for field in DESCRIPTION:
         value = read(fields, field, dict[str, Any])
         if value is None:
             continue
-        refused = [] if field == "metadata" else [name for name in _NOT_FOR_SESSIONS if name in value]
-        if refused:
-            raise BadRequest(f"`{field}` cannot set `{refused[0]}`", param=f"{field}.{refused[0]}")
         described[field] = raw_value(fields, field) or b"{}"
+        refused = [name for name in _NOT_FOR_SESSIONS if name in value]
+        if refused and field in ("defaults", "overrides"):
+            raise BadRequest(f"`{field}` cannot set `{refused[0]}`", param=f"{field}.{refused[0]}")
+    decode(join({name: msgspec.Raw(described.get(name, NULL)) for name in ("limits", "policy")}), _rules)
     return described
 
 
@@ -275,7 +282,7 @@ def _described(session: Session) -> dict[str, Any]:
         **session_fields(session),
         "session_id": session.name,
         "object": "session",
-        **{name: stored_json(getattr(session, name), b"{}") for name in _DESCRIPTION},
+        **{name: stored_json(getattr(session, name), b"{}") for name in DESCRIPTION},
     }
 
 

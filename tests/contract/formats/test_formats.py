@@ -284,6 +284,44 @@ def test_fields_of_the_session_have_their_chat_names(pair: Pair, caller: Caller)
     assert sampling.items() >= {"max_tokens": 7, "temperature": 0.5, "top_p": 0.9}.items()
 
 
+@every_way
+@each_format
+def test_a_session_at_its_limit_is_answered_without_an_engine(
+    pair: Pair, caller: Caller, stream: bool
+) -> None:
+    limited = {"id": caller.headers["x-session-id"], "limits": {"turns": 1}}
+    caller.client.post("/v1/sessions", json=limited)
+    evidence: Body = {"return_token_ids": True, "logprobs": 1 if caller.form.name == "completions" else True}
+    asked = {**caller.first, **({} if caller.form.translated else evidence)}
+    first, last = (caller.post(asked, stream=stream) for _ in range(2))
+    assert (first.status_code, last.status_code, last.headers["x-session-limit"]) == (200, 200, "turns")
+    assert last.headers["content-type"].split(";")[0] == first.headers["content-type"].split(";")[0]
+    assert "x-session-limit" not in first.headers and "x-turn-id" not in last.headers
+    assert last.headers["x-session-id"] == first.headers["x-session-id"]
+    if stream:
+        assert _last_event(last.content).startswith(caller.form.ended)
+    elif not caller.form.translated:
+        [choice] = last.json()["choices"]
+        assert choice.keys() <= first.json()["choices"][0].keys()
+        assert (choice["token_ids"], choice["finish_reason"]) == ([], "stop")
+    assert (len(caller.turns()), len(pair.fake.generations())) == (1, 1)
+
+
+@each_format
+def test_a_policy_is_enforced_or_noted(pair: Pair, caller: Caller) -> None:
+    asked: Body = {"temperature": 0.5, "top_p": 0.9}
+    if caller.form.name == "generate":
+        asked = {"sampling_params": asked}
+    for mode, top_p, noted in (("enforce", 0.25, []), ("note", 0.9, ["top_p"])):
+        made = _caller(pair.client, caller.form)
+        policy = {"mode": mode, "temperature": 0.5, "top_p": 0.25}
+        pair.client.post("/v1/sessions", json={"id": made.headers["x-session-id"], "policy": policy})
+        assert made.post({**made.first, **asked}).status_code == 200
+        sent = pair.fake.generations()[-1].json
+        assert sent.get("sampling_params", sent)["top_p"] == top_p
+        assert [turn["off_policy"] for turn in made.turns()] == [noted]
+
+
 @each_format
 def test_bodies_that_are_no_json_object(pair: Pair, caller: Caller) -> None:
     for body in (b"", b"[1]", b"\xff", b"[" * 5000):

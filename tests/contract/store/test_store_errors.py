@@ -28,6 +28,7 @@ from tokenproxy.store.fleet_words import StoredWords
 from tokenproxy.store.guarded import GuardedStore
 from tokenproxy.store.redis import RedisStore
 from tokenproxy.store.sqlite import SqliteStore
+from tokenproxy.store.sqlite_tables import SCHEMA_VERSION
 from tokenproxy.store.urls import STORE_URLS, make_store
 
 
@@ -115,7 +116,8 @@ async def test_a_file_of_another_version_or_program(tmp_path: Path) -> None:
     await _refused(f"sqlite://{file}", str(file), "other columns", "move the file away")
     with closing(sqlite3.connect(file)) as connection:
         connection.execute("PRAGMA user_version = 77")
-    await _refused(f"sqlite://{file}", str(file), "version 77 ", "version 5", "move the file away")
+    needed = f"version {SCHEMA_VERSION}"
+    await _refused(f"sqlite://{file}", str(file), "version 77 ", needed, "move the file away")
     with closing(sqlite3.connect(theirs)) as connection:
         connection.execute("CREATE TABLE theirs (x)")
         await _refused(f"sqlite://{theirs}", str(theirs), "another program's")

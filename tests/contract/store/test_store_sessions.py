@@ -8,7 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from tests.support.store_utils import Usage, add, entry, make_session, make_turn, usage
-from tokenproxy.record.store import Evicted, Session, Store
+from tokenproxy.record.store import DESCRIPTION, Evicted, Session, Store
+from tokenproxy.record.turn import request_time
 
 _DESCRIBED = Session(
     id="tenant/r",
@@ -18,8 +19,11 @@ _DESCRIBED = Session(
     defaults=b'{"n":1}',
     overrides=b'{"n":2}',
     metadata=b'{"x":"\xc3\xa4"}',
+    limits=b'{"turns":3}',
+    policy=b'{"top_p":1}',
 )
-_DESCRIPTION_SIZE = len(_DESCRIBED.defaults + _DESCRIBED.overrides + _DESCRIBED.metadata)
+_DESCRIPTION_SIZE = sum(len(getattr(_DESCRIBED, name)) for name in DESCRIPTION)
+_SAMPLED = make_turn().completion_tokens
 
 
 async def _session(store: Store, rollout: str = "r") -> Session:
@@ -33,13 +37,17 @@ async def _ambiguous(store: Store) -> set[str]:
 
 
 async def test_adding_creates_the_session_or_uses_it(store: Store) -> None:
-    before = time.time()
+    before, first = time.time(), make_turn(_DESCRIBED.id)
     for turns, described in enumerate((_DESCRIBED, make_session(_DESCRIBED.id)), 1):
-        given = replace(described, turns=77, size=78)
-        await store.add(given, [make_turn(_DESCRIBED.id)], [[]])
+        given = replace(described, turns=77, size=78, sampled_ids=79, first_turn=80.0)
+        turn = first if turns == 1 else make_turn(_DESCRIBED.id)
+        for _ in range(2):  # a turn that is written again counts once
+            await store.add(given, [turn], [[]])
         session = await _session(store, _DESCRIBED.id)
         assert before <= session.used <= time.time()
-        assert session == replace(_DESCRIBED, used=session.used, turns=turns, size=session.size)
+        counts: dict[str, Any] = {"turns": turns, "sampled_ids": turns * _SAMPLED, "size": session.size}
+        counts["first_turn"] = request_time(first.id)
+        assert session == replace(_DESCRIBED, used=session.used, **counts)
         assert session.size > _DESCRIPTION_SIZE
         assert await usage(store) == Usage(1, turns, session.size)
 
@@ -49,14 +57,16 @@ async def test_a_saved_session_keeps_the_counts_of_the_store(store: Store) -> No
     described = await _session(store, _DESCRIBED.id)
     saved = replace(_DESCRIBED, size=_DESCRIPTION_SIZE, used=described.used)
     assert described == saved
-    await store.add(replace(_DESCRIBED, ambiguous=True), [make_turn(_DESCRIBED.id)], [[]])
+    turn = make_turn(_DESCRIBED.id)
+    await store.add(replace(_DESCRIBED, ambiguous=True), [turn], [[]])
     counted = await _session(store, _DESCRIBED.id)
-    assert counted == replace(saved, used=counted.used, turns=1, size=counted.size, ambiguous=True)
+    counts: dict[str, Any] = {"turns": 1, "sampled_ids": _SAMPLED, "first_turn": request_time(turn.id)}
+    assert counted == replace(saved, used=counted.used, size=counted.size, ambiguous=True, **counts)
     plain = Session(id=_DESCRIBED.id, tenant="tenant", created=3.0)
     await store.add(plain)
-    size = counted.size - _DESCRIPTION_SIZE + 3 * len(b"{}")
+    size = counted.size - _DESCRIPTION_SIZE + len(DESCRIPTION) * len(b"{}")
     last = await _session(store, _DESCRIBED.id)
-    assert last == replace(plain, ambiguous=True, turns=1, size=size, used=last.used)
+    assert last == replace(plain, ambiguous=True, size=size, used=last.used, **counts)
     assert await usage(store) == Usage(1, 1, size)
 
 

@@ -115,7 +115,7 @@ def test_the_list_goes_page_by_page(client: httpx.Client, name: str) -> None:
 
 
 def test_a_description_is_bounded(client: httpx.Client, name: str) -> None:
-    most = MAX_DESCRIPTION_BYTES - len('{"a":""}') - 2 * len('{"a":1}')
+    most = MAX_DESCRIPTION_BYTES - len('{"a":""}') - 2 * len('{"a":1}') - len("{}{}")
     largest = {"defaults": {"a": 1}, "overrides": {"a": 1}, "metadata": {"a": "x" * most}}
     assert client.post(_SESSIONS, json={"id": name, **largest}).status_code == 201
     # what a request leaves out stays, and counts

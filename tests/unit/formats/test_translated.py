@@ -8,11 +8,15 @@ import pytest
 
 from tests.support.fake_vllm import error_body
 from tests.unit.formats.chunks import TURN, chunk
-from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Response
+from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response
+from tokenproxy.base.request import SessionRef
+from tokenproxy.formats.base import SessionFields
 from tokenproxy.formats.messages.answer import MessagesTranslation
+from tokenproxy.formats.messages.format import MessagesFormat
 from tokenproxy.formats.responses.answer import ResponsesTranslation
 from tokenproxy.formats.responses.request import read_request
 from tokenproxy.formats.translated import Translation, serve_early
+from tokenproxy.turn.limit_answer import limit_answer
 from tokenproxy.turn.services import RunningRequests
 from tokenproxy.web.sending import send_events
 
@@ -109,6 +113,27 @@ async def test_a_retry_that_gets_an_earlier_stream_begins_once() -> None:
     responds.set()
     content = await response.read()
     assert _kinds(content) == _kinds(body) and content.split(b"\n\n")[1:] == body.split(b"\n\n")[1:]
+
+
+async def test_a_final_message_past_a_limit_is_whole_after_the_start() -> None:
+    body = b'{"model": "m", "max_tokens": 9, "stream": true, "messages": [{"role": "user", "content": "Hi"}]}'
+    limited = SessionFields(SessionRef("s"), limit="turns")
+    request = MessagesFormat().parse(Request("POST", "/v1/messages", body=body), limited)
+    translation, responds = MessagesTranslation("claude"), asyncio.Event()
+
+    async def serve() -> Response:
+        await responds.wait()
+        return await limit_answer(request, translation)
+
+    response = await serve_early(serve, translation, 0)
+    responds.set()
+    content = await response.read()
+    kinds = _kinds(content)
+    block = [f"content_block_{part}" for part in ("start", "delta", "stop")]
+    assert [each for each in kinds if each != "ping"] == [
+        *("message_start", *block, "message_delta", "message_stop")
+    ]
+    assert b"The session has reached its limit (turns)" in content
 
 
 async def test_a_client_that_leaves_before_the_engine_responds_ends_the_turn() -> None:
