@@ -2,8 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -13,16 +13,6 @@ from tokenproxy.viewer.summary import Summary
 
 _MOST_FOLDS = 1000
 _MOST_KEYS = 50
-
-
-class Rollout(NamedTuple):
-    """What a fold needs of a rollout."""
-
-    metadata: Mapping[str, str]
-    """See `texts_of`."""
-    reward: float | None
-    summary: Summary | None
-    """None if its turns were not read."""
 
 
 class Fold(msgspec.Struct, frozen=True):
@@ -51,37 +41,35 @@ def texts_of(metadata: bytes) -> dict[str, str]:
     }
 
 
-def rollouts_of(sessions: Iterable[Session], summaries: Mapping[str, Summary]) -> list[Rollout]:
-    """What `fold_table` takes; `summaries` by the id of the session."""
-    return [
-        Rollout(texts_of(each.metadata), each.rewards.get(""), summaries.get(each.id)) for each in sessions
-    ]
-
-
-def fold_table(rollouts: Sequence[Rollout], key: str) -> dict[str, Any]:
+def fold_table(sessions: Sequence[Session], summaries: Mapping[str, Summary], key: str) -> dict[str, Any]:
     """The folds, in the order of the first rollout of each; their number, which may be greater; the number of
     rollouts that were folded; and the keys of their metadata, the most common first.
+
+    Args:
+        summaries: by the id of the session, of those whose turns were read.
     """
-    folds: dict[str | None, list[Rollout]] = {}
-    for rollout in rollouts:
-        folds.setdefault(rollout.metadata.get(key), []).append(rollout)
-    keys = Counter(name for rollout in rollouts for name in rollout.metadata)
+    folds: dict[str | None, list[Session]] = {}
+    keys = Counter[str]()
+    for session in sessions:
+        metadata = texts_of(session.metadata)
+        keys.update(list(metadata))
+        folds.setdefault(metadata.get(key), []).append(session)
     shown = list(folds.items())[:_MOST_FOLDS]
     return {
         "object": "folds",
-        "data": [_fold(value, folded) for value, folded in shown],
+        "data": [_fold(value, folded, summaries) for value, folded in shown],
         "folds": len(folds),
-        "rollouts": len(rollouts),
+        "rollouts": len(sessions),
         "keys": [name for name, _ in keys.most_common(_MOST_KEYS)],
     }
 
 
-def _fold(value: str | None, rollouts: Sequence[Rollout]) -> Fold:
-    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+def _fold(value: str | None, sessions: Sequence[Session], summaries: Mapping[str, Summary]) -> Fold:
+    rewards = [session.rewards[""] for session in sessions if "" in session.rewards]
     mean = sum(rewards) / len(rewards) if rewards else None
     spread = None
     if mean is not None:
         spread = math.sqrt(sum((each - mean) * (each - mean) for each in rewards) / len(rewards))
-    read = [rollout.summary for rollout in rollouts if rollout.summary is not None]
+    read = [summaries[session.id] for session in sessions if session.id in summaries]
     turns, drifted = sum(each.turns for each in read), sum(each.drifted for each in read)
-    return Fold(value, len(rollouts), len(rewards), mean, spread, len(read), turns, drifted)
+    return Fold(value, len(sessions), len(rewards), mean, spread, len(read), turns, drifted)

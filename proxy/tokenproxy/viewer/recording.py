@@ -14,7 +14,7 @@ from tokenproxy.record.turn import Turn
 from tokenproxy.samples.tree import TurnTree, path_of
 from tokenproxy.viewer.breaks import breaks_of
 from tokenproxy.viewer.drift import Basis, drift_lane
-from tokenproxy.viewer.folds import Rollout, fold_table, texts_of
+from tokenproxy.viewer.folds import fold_table
 from tokenproxy.viewer.summary import Summary
 from tokenproxy.viewer.tokens import encode_tokens
 from tokenproxy.viewer.tree import session_tree
@@ -67,15 +67,18 @@ class PageData(msgspec.Struct):
     def fold(self) -> None:
         """Fold the sessions by each key of their metadata."""
         rows = msgspec.json.decode(msgspec.json.encode(self.sessions), type=list[dict[str, Any]])
-        rollouts = [
-            Rollout(
-                texts_of(msgspec.json.encode(row["metadata"])),
-                row["reward"],
-                msgspec.convert(row["summary"], Summary),
+        summaries = {row["id"]: msgspec.convert(row["summary"], Summary) for row in rows}
+        sessions = [
+            Session(
+                id=row["id"],
+                created=row["created"],
+                metadata=msgspec.json.encode(row["metadata"]),
+                rewards={} if row["reward"] is None else {"": row["reward"]},
             )
             for row in rows
         ]
-        self.folds = {key: fold_table(rollouts, key) for key in fold_table(rollouts, "")["keys"]}
+        keys = fold_table(sessions, summaries, "")["keys"]
+        self.folds = {key: fold_table(sessions, summaries, key) for key in keys}
 
     def _unused(self, name: str) -> str:
         """A name that no session of the page has: sessions of two tenants may have one name."""

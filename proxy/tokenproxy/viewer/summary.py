@@ -23,8 +23,8 @@ _KEPT = 20_000
 _AT_ONCE = 1000
 """Kept summaries that are looked up before other requests have their turn."""
 _CHARACTERS = 240
-_BEGINNINGS = (Reason.FIRST_TURN, Reason.TEXT_PROMPT)
-"""Reasons of prompts that need not continue anything."""
+_BEGINNINGS = (Reason.FIRST_TURN, Reason.NO_MATCH, Reason.TEXT_PROMPT)
+"""Reasons of prompts that continue nothing recorded, unless `breaks_of` finds an earlier turn."""
 _NO_TEXT = ("role", "type", "id", "tool_call_id")
 """Keys of a message whose values nobody searches for."""
 

@@ -26,7 +26,7 @@ from tokenproxy.record.turn import Turn
 from tokenproxy.samples.tree import TurnTree, path_of
 from tokenproxy.turn.services import Services
 from tokenproxy.viewer.drift import Basis, drift_lane
-from tokenproxy.viewer.folds import fold_table, rollouts_of
+from tokenproxy.viewer.folds import fold_table
 from tokenproxy.viewer.page import PAGE, StaticFile, load_files
 from tokenproxy.viewer.recording import RecordedSession
 from tokenproxy.viewer.session_list import MOST_FOLDED, MOST_SEARCHED, Search, describe, list_sessions
@@ -139,7 +139,7 @@ class ViewerSessions(StoreRoute):
 
         def page() -> Response:
             if key:
-                shown = fold_table(rollouts_of(found, summaries), key)
+                shown = fold_table(found, summaries, key)
             else:
                 described = (describe(each, each.rewards.get(""), summaries.get(each.id)) for each in found)
                 shown = {"object": "list", "data": list(described)}

@@ -11,7 +11,7 @@ from tokenproxy.record.store import Session
 from tokenproxy.record.turn import Turn, new_id
 from tokenproxy.store.sqlite import SqliteStore
 from tokenproxy.viewer import summary
-from tokenproxy.viewer.folds import Rollout, fold_table
+from tokenproxy.viewer.folds import fold_table
 from tokenproxy.viewer.summary import Summaries, Summary, mentions, summary_of
 
 _ASKED = [
@@ -49,8 +49,9 @@ def test_a_summary_is_one_line_of_each_end(message: object, last: str) -> None:
 @pytest.mark.parametrize(
     "fields, drifts",
     [
-        ({"reason": "no_match"}, True),
+        ({"reason": "history_edited"}, True),
         ({"reason": "first_turn"}, False),
+        ({"reason": "no_match"}, False),
         ({"reason": "text_prompt"}, False),
         ({"reason": "ids_given", "source": "given"}, False),
     ],
@@ -58,6 +59,16 @@ def test_a_summary_is_one_line_of_each_end(message: object, last: str) -> None:
 def test_a_prompt_that_is_rendered_anew_drifted(fields: dict[str, Any], drifts: bool) -> None:
     found = summary_of([_turn("a"), _turn("b", **fields)])
     assert (found.drifted, found.drift) == ((1, "b") if drifts else (0, None))
+
+
+@pytest.mark.parametrize("prompt, drifts", [([1, 2, 9], True), ([1, 2, 3, 4], False)])
+def test_a_prompt_that_holds_all_earlier_ids_is_exact_whatever_its_reason(
+    prompt: list[int], drifts: bool
+) -> None:
+    continues = json.dumps([*_ASKED, {"role": "assistant"}]).encode()
+    fields = {"reason": "no_match" if drifts else "history_edited", "source": "rendered"}
+    again = root("b", prompt, [5], messages=continues, **fields)
+    assert summary_of([_turn("a"), again]).drifted == int(drifts)
 
 
 def test_messages_are_searched_without_the_names_of_their_parts() -> None:
@@ -102,20 +113,21 @@ async def test_a_rollout_of_more_bytes_than_a_request_reads_keeps_none_waiting(
     assert (set(found), reading) == ({"small"}, False)
 
 
-def _rollout(reward: float | None, read: Summary | None = None, **metadata: str) -> Rollout:
-    return Rollout(metadata, reward, read)
+def _session(name: str, reward: float | None, **metadata: object) -> Session:
+    rewards = {} if reward is None else {"": reward}
+    return Session(id=name, created=1.0, metadata=json.dumps(metadata).encode(), rewards=rewards)
 
 
 def test_a_fold_has_mean_spread_and_count_of_its_rewards_zeros_included() -> None:
-    rollouts = [_rollout(0.0, step="1"), _rollout(1.0, step="1"), _rollout(None, step="1", group="a")]
-    [fold] = fold_table(rollouts, "step")["data"]
+    sessions = [_session("a", 0.0, step=1), _session("b", 1.0, step="1"), _session("c", None, step=1)]
+    [fold] = fold_table(sessions, {}, "step")["data"]
     assert (fold.value, fold.rollouts, fold.rewarded, fold.mean, fold.spread) == ("1", 3, 2, 0.5, 0.5)
 
 
 def test_folds_tell_what_they_cover() -> None:
     read = Summary("", "", turns=4, drifted=1, drift="t")
-    rollouts = [_rollout(None, read, step="1"), _rollout(None, None, step="1"), _rollout(2.0, read)]
-    table = fold_table(rollouts, "step")
+    sessions = [_session("a", None, step=1), _session("b", None, step=1), _session("c", 2.0)]
+    table = fold_table(sessions, {"a": read, "c": read}, "step")
     with_step, without = table["data"]
     assert (with_step.rollouts, with_step.read, with_step.turns, with_step.drifted) == (2, 1, 4, 1)
     assert (with_step.mean, with_step.spread, without.value, without.spread) == (None, None, None, 0.0)
@@ -124,5 +136,5 @@ def test_folds_tell_what_they_cover() -> None:
 
 def test_folds_are_limited_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenproxy.viewer.folds._MOST_FOLDS", 2)
-    table = fold_table([_rollout(1.0, group=str(number)) for number in range(5)], "group")
-    assert ([fold.value for fold in table["data"]], table["folds"]) == (["0", "1"], 5)
+    table = fold_table([_session(name, 1.0, group=name) for name in "abcde"], {}, "group")
+    assert ([fold.value for fold in table["data"]], table["folds"]) == (["a", "b"], 5)

@@ -11,7 +11,7 @@ import { WindowedRows } from "./windowed.js";
 
 const EVERY_MS = 2000;
 const SOON_MS = 300; // while the server still reads turns
-const REST = 10; // times as long as an answer took, so that an open page costs a server little
+const REST = 5; // times as long as an answer took, so that an open page costs a server little
 const PAGE = 100;
 const TYPING_MS = 250;
 const USUAL_KEYS = ["step", "group"];

@@ -63,9 +63,10 @@ function short(value) {
   return value === null ? "–" : String(Math.round(value * 1000) / 1000);
 }
 
-/** How wide a plot is on this screen: its letters keep their size. */
+/** How wide a plot is on this screen, so that its letters keep their size: two next to each other if they fit. */
 function plotWidth() {
-  return Math.max(260, Math.min(WIDEST, document.documentElement.clientWidth - 40));
+  const room = document.documentElement.clientWidth - 40;
+  return Math.max(260, Math.min(WIDEST, room > WIDEST ? Math.max(room / 2 - 8, WIDEST / 2) : room));
 }
 
 /**
