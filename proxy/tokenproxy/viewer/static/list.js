@@ -1,12 +1,12 @@
-// The list of rollouts as one table, or their folds by a key of the metadata, with curves. Search, filter, fold and
-// page are in the address; the server searches and folds.
+// The list of rollouts as one table, or their folds by a key of the metadata, with curves. Search, filter, fold
+// and page are in the address; the server searches and folds.
 
 import { compareAddress, listAddress, parse, sessionAddress } from "./address.js";
+import { foldColumns, rolloutColumns } from "./columns.js";
 import { MOST } from "./compare.js";
 import { button, el, renew, select, setOptions } from "./dom.js";
-import { ago, count, decimal, pairText, percent, plural, reward, time } from "./format.js";
+import { ago, count, plural } from "./format.js";
 import { foldPlots } from "./plots.js";
-import { badge } from "./turn.js";
 import { WindowedRows } from "./windowed.js";
 
 const EVERY_MS = 2000;
@@ -24,7 +24,6 @@ export class ListView {
     this.chosen = new Map();
     this.rowsData = [];
     this.keys = new Set(USUAL_KEYS);
-    this.columns = { rollouts: this.#rolloutColumns(), folds: this.#foldColumns() };
     this.search = this.#makeSearch();
     this.messages = el("input", {
       type: "checkbox",
@@ -41,7 +40,13 @@ export class ListView {
       this.filters,
     );
     this.status = el("p", { class: "status", role: "status" });
-    this.plots = el("div", { class: "plots", hidden: true });
+    this.plots = el("div", {
+      class: "plots",
+      role: "region",
+      "aria-label": "Plots",
+      tabindex: "0",
+      hidden: true,
+    });
     this.pager = el("div", { class: "pager" });
     this.rows = new WindowedRows({
       height: HEIGHTS.rollouts[0],
@@ -51,7 +56,7 @@ export class ListView {
       head: true,
       draw: (index) => this.#row(this.rowsData[index]),
       name: (index) => this.#nameOf(this.rowsData[index]),
-      state: (index) => JSON.stringify(this.rowsData[index]),
+      state: (index) => `${this.query} ${JSON.stringify(this.rowsData[index])}`,
       onopen: (index, event) => {
         if (!event.target.closest?.("input, a")) location.hash = this.#addressOf(this.rowsData[index]);
       },
@@ -182,14 +187,16 @@ export class ListView {
     const plots = this.kind === "folds" ? foldPlots(answer.data, this.query.get("fold")) : [];
     this.plots.hidden = plots.length === 0;
     renew(this.plots, plots);
-    const columns = this.columns[this.kind];
-    if (this.kind === "folds") columns[0].head = this.query.get("fold");
+    this.columns =
+      this.kind === "folds"
+        ? foldColumns(this.query.get("fold"), (row) => this.#addressOf(row))
+        : rolloutColumns((row) => this.#box(row));
     renew(
       this.rows.head,
       el(
         "div",
         { class: `list-head ${this.kind}`, role: "row" },
-        columns.map(({ head, name }) => el("span", { class: `cell ${name}`, role: "columnheader" }, head)),
+        this.columns.map(({ head, name }) => el("span", { class: `cell ${name}`, role: "columnheader" }, head)),
       ),
     );
     this.#setHeight();
@@ -286,7 +293,8 @@ export class ListView {
   }
 
   #nameOf(row) {
-    return this.kind === "folds" ? String(row.value) : row.id;
+    if (this.kind === "rollouts") return row.id;
+    return row.value === null ? "" : `=${row.value}`;
   }
 
   /** Where a row leads: to its session, or to the rollouts of its fold, which steps show by group. */
@@ -304,68 +312,10 @@ export class ListView {
     return el(
       "div",
       { class: `list-row ${this.kind}`, data },
-      this.columns[this.kind].map(({ name, unit, cell }) =>
+      this.columns.map(({ name, unit, cell }) =>
         el("div", { class: `cell ${name}`, role: "gridcell", data: unit ? { unit } : {} }, cell(row)),
       ),
     );
-  }
-
-  #rolloutColumns() {
-    return [
-      { name: "choice", head: "", cell: (row) => this.#box(row) },
-      { name: "name", head: "rollout", cell: (row) => nameCell(row) },
-      { name: "first", head: "first message", cell: ({ summary }) => line(summary, "first") },
-      { name: "last", head: "last answer", cell: ({ summary }) => line(summary, "last") },
-      { name: "turns", head: "turns", unit: "turns", cell: (row) => count(row.turn_count) },
-      { name: "drift", head: "drift", unit: "drifted", cell: (row) => driftCell(row) },
-      { name: "reward", head: "reward", cell: (row) => reward(row.reward) },
-      {
-        name: "size",
-        head: "size",
-        cell: ({ bytes }) => (bytes ? `${count(Math.ceil(bytes / 1000))} kB` : ""),
-      },
-      {
-        name: "used",
-        head: "used",
-        cell: ({ used }) => el("span", { title: time(used), data: { used } }, ago(used)),
-      },
-      {
-        name: "metadata",
-        head: "metadata",
-        cell: ({ metadata }) =>
-          Object.entries(metadata ?? {})
-            .map(([key, value]) => pairText(key, value))
-            .join(" "),
-      },
-    ];
-  }
-
-  #foldColumns() {
-    return [
-      {
-        name: "name",
-        head: "value",
-        cell: (row) =>
-          row.value === null
-            ? "not set"
-            : el("a", { href: this.#addressOf(row), tabindex: "-1" }, row.value || "empty"),
-      },
-      { name: "turns", head: "rollouts", unit: "rollouts", cell: (row) => count(row.rollouts) },
-      { name: "rewarded", head: "rewards", unit: "rewards", cell: (row) => count(row.rewarded) },
-      { name: "reward", head: "mean", cell: (row) => decimal(row.mean) },
-      { name: "spread", head: "spread", unit: "spread", cell: (row) => decimal(row.spread) },
-      {
-        name: "drift",
-        head: "drift",
-        unit: "drift",
-        cell: ({ turns, drifted, read, rollouts }) =>
-          el(
-            "span",
-            { title: `${count(drifted)} of ${plural(turns, "turn")}; rollouts read: ${read} of ${rollouts}` },
-            turns ? percent(drifted / turns) : "–",
-          ),
-      },
-    ];
   }
 
   #box(row) {
@@ -382,29 +332,4 @@ export class ListView {
     });
     return box;
   }
-}
-
-function nameCell(row) {
-  return [
-    el("a", { href: sessionAddress(row.id), tabindex: "-1" }, row.id),
-    row.explicit ? null : badge("no name", "", "a conversation for which no client named a session"),
-    row.ambiguous ? badge("ambiguous", "problem", "another rollout held an equal conversation") : null,
-  ];
-}
-
-/** A text of a summary, which may not be read yet, or may be too large to be read for a list. */
-function line(summary, name) {
-  return summary ? summary[name] : el("span", { class: "quiet", title: "not read yet, or too large" }, "…");
-}
-
-/** The number of turns that are not exact, which leads to the first difference. */
-function driftCell({ id, summary }) {
-  if (!summary) return "…";
-  if (summary.drifted === 0) return "0";
-  const title = `${count(summary.drifted)} of ${plural(summary.turns, "turn")}: show the first difference`;
-  return el(
-    "a",
-    { href: sessionAddress(id, summary.drift, "tokens"), class: "drifted", tabindex: "-1", title },
-    count(summary.drifted),
-  );
 }

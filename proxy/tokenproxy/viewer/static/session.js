@@ -38,7 +38,6 @@ export class SessionView {
       "div",
       { class: "session" },
       this.header,
-      // a narrow screen shows the tree or the path
       el("nav", { class: "tree", "aria-label": "Turns of the session" }, this.rows.element),
       el("div", { class: "path" }, this.pathBar, this.notice, this.panel),
     );
@@ -251,6 +250,7 @@ export class SessionView {
     return el(
       "div",
       { class: "path-bar", hidden: true },
+      // a narrow screen shows the tree on demand
       button("turns", () => this.element.classList.toggle("shows-tree"), { class: "narrow-only" }),
       el("div", { role: "tablist", "aria-label": "View of the path" }, this.tabs),
       this.paths,

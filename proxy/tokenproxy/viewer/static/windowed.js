@@ -7,7 +7,8 @@ const OVERSCAN = 8;
 /**
  * `draw(index)` makes the element of a row, `name(index)` tells the row from all others, and `state(index)` is
  * a text that changes with what the element shows. The region is one tab stop: arrow keys move the active row,
- * Enter calls `onopen(index)`, and space `onmark(index, element)`.
+ * Enter calls `onopen(index)`, and space `onmark(index, element)`. With `head`, the element of this name stays at
+ * the top, for the heads of columns.
  */
 export class WindowedRows {
   constructor({ height, draw, name, state, onopen, onmark, role, rowRole, label, head = false }) {
