@@ -86,6 +86,7 @@ def _from_recordings(options: argparse.Namespace) -> PageData:
     page = PageData()
     for recording in _with_progress(recordings):
         add_recording(page, recording, tokenizer, "" if tokenizer else _NO_TOKENIZER)
+    page.fold()
     return page
 
 

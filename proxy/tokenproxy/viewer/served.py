@@ -29,6 +29,7 @@ def page_from_server(url: str, api_key: str | None, names: Iterable[str]) -> Pag
         for name in names:
             tree = msgspec.json.decode(_get(client, f"/viewer/sessions/{quote(name)}"))
             page.add(name, tree, {leaf: _leaf(client, quote(name), leaf) for leaf in _leaves(tree)})
+    page.fold()
     return page
 
 
@@ -42,7 +43,7 @@ def _leaf(client: httpx.Client, name: str, leaf: str) -> Leaf:
 
 def _leaves(tree: dict[str, Any]) -> Iterator[str]:
     continued = {turn["parent"] for turn in tree["turns"]}
-    return (turn["id"] for turn in tree["turns"] if turn["id"] not in continued)
+    return (turn["id"] for turn in tree["turns"] if turn["break"] or turn["id"] not in continued)
 
 
 def _get(client: httpx.Client, path: str) -> bytes:

@@ -14,6 +14,7 @@ from tokenproxy.samples.tree import TurnTree
 from tokenproxy.samples.turn_json import turn_fields
 from tokenproxy.viewer.breaks import Break, breaks_of
 from tokenproxy.viewer.session_list import describe
+from tokenproxy.viewer.summary import summary_of
 
 
 def session_tree(
@@ -29,7 +30,7 @@ def session_tree(
     classes, tree, breaks = classes_of(turns), TurnTree(turns), breaks_of(turns)
     segments = segments_of(turns, classes)
     return {
-        "session": describe(session, rewards.get("")),
+        "session": describe(session, rewards.get(""), summary_of(turns, breaks)),
         "rewards": {turn: reward for turn, reward in rewards.items() if turn},
         "agents": agents_of(turns, classes),
         "meanings": _meanings(turns),

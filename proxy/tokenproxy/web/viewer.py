@@ -10,7 +10,15 @@ from collections.abc import Sequence
 
 from chat_tokenizer import ChatTokenizer
 from tokenproxy.base.errors import BadRequest, Forbidden, NotFound
-from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response, json_response, query_value
+from tokenproxy.base.http import (
+    JSON_HEADERS,
+    BytesResponse,
+    Request,
+    Response,
+    json_response,
+    query_value,
+    query_values,
+)
 from tokenproxy.base.types import Headers
 from tokenproxy.record.identity import recorded_with
 from tokenproxy.record.store import Session
@@ -18,9 +26,11 @@ from tokenproxy.record.turn import Turn
 from tokenproxy.samples.tree import TurnTree, path_of
 from tokenproxy.turn.services import Services
 from tokenproxy.viewer.drift import Basis, drift_lane
+from tokenproxy.viewer.folds import fold_table
 from tokenproxy.viewer.page import PAGE, StaticFile, load_files
 from tokenproxy.viewer.recording import RecordedSession
-from tokenproxy.viewer.session_list import describe, list_sessions
+from tokenproxy.viewer.session_list import MOST_FOLDED, MOST_SEARCHED, Search, describe, list_sessions
+from tokenproxy.viewer.summary import Summaries
 from tokenproxy.viewer.tokens import encode_tokens
 from tokenproxy.viewer.tree import session_tree
 from tokenproxy.web.base import Route, SessionRoute, StoreRoute
@@ -43,6 +53,7 @@ _PAGE_HEADERS: Headers = [
 _DATA_HEADERS: Headers = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
 """Of responses that hold recorded data."""
 _JSON_DATA: Headers = [*_DATA_HEADERS, *JSON_HEADERS]
+_LIST_PARAMETERS = ("search", "messages", "where", "fold", "limit", "before")
 
 
 class _FileRoute(Route):
@@ -102,18 +113,39 @@ class ViewerSessions(StoreRoute):
     path = "/viewer/sessions"
     is_public = False
     methods = ("GET",)
-    summary = "The list of sessions with a search, for the page"
+    store_seconds = 30.0
+    summary = "The list of sessions with a search, or their folds by a key of the metadata, for the page"
+
+    def __init__(self) -> None:
+        self._summaries = Summaries()
 
     async def answer(self, request: Request, services: Services, /) -> Response:
-        """`?search=&limit=&before=`. See `tokenproxy.viewer.session_list`."""
-        check_parameters(request, ("search", "limit", "before"))
-        store, (limit, before) = services.store, requested_page(request)
-        search = query_value(request, "search", "")
-        found, last = await list_sessions(store, request.tenant, search, before, limit)
+        """`?search=&messages=true&where=KEY=VALUE&limit=&before=`, or with `fold=KEY` in place of `limit`.
+
+        See `tokenproxy.viewer.session_list` and `folds`. `reading` tells that summaries are missing which
+        another request would find.
+        """
+        check_parameters(request, _LIST_PARAMETERS, several=("where",))
+        messages, key = query_value(request, "messages", "false"), query_value(request, "fold", "")
+        if messages not in ("true", "false"):
+            raise BadRequest("`messages` must be true or false", param="messages")
+        where = tuple(query_values(request, "where"))
+        search = Search(query_value(request, "search", ""), messages == "true", where)
+        limit, before = requested_page(request)
+        size, most = (MOST_FOLDED, MOST_FOLDED) if key else (limit, MOST_SEARCHED)
+        found, last = await list_sessions(services.store, request.tenant, search, before, size, most)
+        summaries, reading = await self._summaries.read(services.store, found)
         following = next_page(last) if last is not None else None
-        rows = [describe(session, session.rewards.get("")) for session in found]
-        page = {"object": "list", "data": rows, "next": following}
-        return json_response(page, headers=_JSON_DATA)
+
+        def page() -> Response:
+            if key:
+                shown = fold_table(found, summaries, key)
+            else:
+                described = (describe(each, each.rewards.get(""), summaries.get(each.id)) for each in found)
+                shown = {"object": "list", "data": list(described)}
+            return json_response({**shown, "next": following, "reading": reading}, headers=_JSON_DATA)
+
+        return await asyncio.to_thread(page)
 
 
 class ViewerDataRoute(SessionRoute):

@@ -129,6 +129,7 @@ async def test_nothing_is_wider_than_400_px(viewer: Viewer, small: SmallSession)
         await viewer.open(f"#/s/{SMALL}/{small.aborted.id}/{view}")
         await viewer.page.wait_for_selector(selector)
         assert await viewer.page.evaluate("document.documentElement.scrollWidth") <= 400
-    await viewer.open("#/")
-    await viewer.page.wait_for_selector(".list-row")
-    assert await viewer.page.evaluate("document.documentElement.scrollWidth") <= 400
+    for fragment in ("#/", "#/?fold=step"):
+        await viewer.open(fragment)
+        await viewer.page.wait_for_selector(".list-row" + (".folds" if "fold" in fragment else ""))
+        assert await viewer.page.evaluate("document.documentElement.scrollWidth") <= 400

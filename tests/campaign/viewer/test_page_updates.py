@@ -66,7 +66,7 @@ async def test_the_search_keeps_the_focus_and_follows_the_address(
     await page.get_by_label("Search sessions").fill("searched-1")
     await page.wait_for_function("() => document.querySelectorAll('.list-row').length === 1")
     await _record(recorded_store, child(new_id(), turns[1], [7], [8], rollout="searched-1", **_EMPTY), 9.0)
-    await page.wait_for_selector(".list-row[data-session='searched-1']:has-text('2 turns')")
+    await page.wait_for_selector(".list-row[data-session='searched-1']:has(.turns:text-is('2'))")
     assert await page.evaluate("document.activeElement.ariaLabel") == "Search sessions"
     await page.go_back()
     await page.wait_for_function("() => document.querySelectorAll('.list-row').length === 3")

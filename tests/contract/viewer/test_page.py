@@ -33,7 +33,10 @@ async def test_the_tree_tells_what_became_of_each_turn(viewer: Viewer, small: Sm
     await viewer.open(f"#/s/{SMALL}")
     await viewer.page.wait_for_selector(".tree-row")
 
-    assert await viewer.page.locator(".tree-row").count() == 11
+    in_order = [turn.id for turn in small.recorded.turns]
+    assert await viewer.shown(".tree-row", "turn") == sorted(in_order)
+    straight = viewer.page.locator(".tree-row.on-path circle")
+    assert len(set(await straight.evaluate_all("all => all.map((each) => each.getAttribute('cx'))"))) == 1
     for turn, words in (
         (small.aborted, ("abort", "reward -0.5")),
         (small.other_choice, ("choice 2",)),
@@ -95,6 +98,18 @@ async def test_the_drift_lane_shows_what_a_template_renders(viewer: Viewer, smal
     assert await viewer.page.locator(".token.differs").count() > 0
     assert await viewer.page.locator(".token.first-difference").count() == 1
     assert "Difference" in await viewer.text(".details")
+
+
+async def test_tokens_open_at_the_first_difference(viewer: Viewer, small: SmallSession) -> None:
+    await viewer.open("#/?search=small")
+    await viewer.page.click(f".list-row[data-session='{SMALL}'] .drift a")
+    await viewer.page.wait_for_selector(".token.first-difference.focused")
+    assert small.broken.id in viewer.page.url
+    assert "the turn before" in await viewer.text(".token-panel > .status")
+    await viewer.open(f"#/s/{SMALL}")
+    await viewer.page.get_by_role("tab", name="tokens").click()
+    await viewer.page.wait_for_selector(".token.first-difference.focused")
+    assert "the template's own rendering" in await viewer.text(".token-panel > .status")
 
 
 async def test_hostile_text_is_only_text(viewer: Viewer) -> None:
@@ -170,23 +185,79 @@ async def test_a_problem_is_told(browser: "Browser", recorded: RecordedProxy) ->
         assert await viewer.page.locator(".problem-bar").is_hidden()
 
 
-async def test_the_list_is_searched_and_opened(viewer: Viewer) -> None:
+async def test_the_list_is_searched_and_opened(viewer: Viewer, small: SmallSession) -> None:
     page = viewer.page
     await viewer.open("#/?search=task%3Dfix-test")
     await page.wait_for_selector(".status:text-is('1 session')")
-    row = await viewer.text(f".list-row[data-session='{SMALL}']")
-    assert all(part in row for part in ("11 turns", "0.75", "task=fix-test", " kB")), row
-    await page.get_by_label("Search sessions").fill("")
+    heads = await page.get_by_role("columnheader").all_inner_texts()
+    cells = await page.locator(f".list-row[data-session='{SMALL}'] .cell").all_inner_texts()
+    row = dict(zip(heads, cells, strict=True))
+    assert (row["first message"], row["last answer"]) == ("Why does the test fail?", "Now it is right.")
+    assert (row["turns"], row["drift"], row["reward"]) == ("11", "1", "0.75")
+    assert "task=fix-test" in row["metadata"] and " kB" in row["size"]
+    search = page.get_by_label("Search sessions")
+    await search.fill("")
     await page.wait_for_selector(f".list-row[data-session='{HOSTILE}']")
-    await page.get_by_label("Search sessions").fill(SMALL)
+    await search.fill("assert sum([1, 2])")
+    await page.wait_for_selector(".status:text-is('0 sessions')")
+    await page.get_by_label("in messages").check()
     await page.wait_for_selector(".status:text-is('1 session')")
-    assert "search=small" in page.url
+    assert "search=assert" in page.url
     await page.locator(".windowed").focus()
     await page.keyboard.press("ArrowDown")
     await page.keyboard.press("Enter")
-    await page.click(".facts a:text('split train')")  # the other sessions of its split
+    await page.click(".facts a:text('split=train')")  # the other sessions of its split
     await page.wait_for_selector(f".list-row[data-session='{SMALL}']")
-    assert await page.get_by_label("Search sessions").input_value() == "split=train"
+    await page.click(".filter:text('split=train')")
+    await page.wait_for_selector(f".list-row[data-session='{HOSTILE}']")
+
+
+async def test_steps_and_groups_are_folded_with_a_curve(
+    viewer: Viewer, recorded: RecordedProxy, tmp_path: Path
+) -> None:
+    names = [f"folded-{step}-{number}" for step in (9, 10) for number in (0, 1)]
+    async with httpx.AsyncClient(base_url=recorded.url, trust_env=False) as client:
+        for name in names:
+            _, step, number = name.split("-")
+            metadata = {"step": int(step), "group": f"{step}-a", "run": "folded"}
+            await client.post("/v1/sessions", json={"id": name, "metadata": metadata})
+            body = {"messages": [{"role": "user", "content": "Hi"}]}
+            await client.post("/v1/chat/completions", json=body, headers={"x-session-id": name})
+            reward = {"reward": float(number) if step == "10" else 0.0}
+            await client.post(f"/v1/sessions/{name}/reward", json=reward)
+    page = viewer.page
+    await viewer.open("#/?where=run%3Dfolded")
+    await page.get_by_label("Fold rollouts").select_option("step")
+    await page.wait_for_selector(".list-row.folds >> nth=1")
+
+    async def check() -> None:
+        rows = await page.locator(".list-row.folds").all_inner_texts()
+        assert [row.split() for row in rows if row[0] in "19"] == [
+            ["10", "2", "2", "0.500", "0.500", "0", "%"],
+            ["9", "2", "2", "0.000", "0.000", "0", "%"],
+        ]
+        rewards = page.locator(".plot:has-text('Reward by step')")
+        assert "mean ± spread" in await rewards.locator("figcaption").inner_text()
+        zero = await rewards.locator(".zero").get_attribute("d") or ""
+        first = await rewards.locator("circle").first.get_attribute("cy")
+        assert first is not None and float(first) == pytest.approx(
+            float(zero.split()[1].split("H")[0]), abs=0.1
+        )
+
+    await check()
+    await page.click(".list-row.folds a:text-is('10')")
+    await page.click(".list-row.folds a:text-is('10-a')")  # steps show their groups, groups their rollouts
+    await page.wait_for_selector(".status:text-is('2 sessions')")
+    assert await viewer.shown(".list-row.rollouts", "session") == ["folded-10-1", "folded-10-0"]
+    out = tmp_path / "folded.html"
+    assert main(["view", *reversed(names), "--url", recorded.url, "-o", str(out)]) == 0
+    viewer.url = "file://"
+    await page.goto(f"{out.as_uri()}#/?fold=step")
+    await page.wait_for_selector(".list-row.folds >> nth=1")
+    await check()
+    async with httpx.AsyncClient(base_url=recorded.url, trust_env=False) as client:
+        for name in names:
+            await client.delete(f"/v1/sessions/{name}")
 
 
 async def test_two_paths_side_by_side(viewer: Viewer, small: SmallSession) -> None:

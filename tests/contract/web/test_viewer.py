@@ -60,7 +60,7 @@ def test_data_need_the_scope_read_of_their_tenant(engine: FakeVllm, tmp_path: Pa
 
 def test_a_wrong_parameter_is_named(client: httpx.Client, fake: FakeVllm, name: str) -> None:
     client.post(CHAT, json={"messages": [user("Hi")]}, headers={"x-session-id": name})
-    wrong = "limit=0 limit=1001 limit=x limit=%D9%A3 before=x sort=reward search=a&search=b"
+    wrong = "limit=0 limit=1001 limit=x limit=%D9%A3 before=x sort=reward search=a&search=b messages=x"
     paths = {f"?{query}": query.partition("=")[0] for query in wrong.split()}
     paths |= {f"/{name}/tokens": "turn", f"/{name}/tokens?turn=x": "turn", f"/{name}/drift?turn=x": "turn"}
     paths |= {f"/{name}?since=x": "since", f"/{name}/tokens?basis=before": "basis"}

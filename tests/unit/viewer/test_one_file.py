@@ -78,7 +78,12 @@ def test_sessions_of_a_store(
     data = _data(out.read_text())
     assert [row["id"] for row in data["sessions"]] == [SMALL]
     leaves = {small.aborted.id, small.special.id, small.subagent_end.id, small.after_break.id}
-    assert {name.partition("/")[2] for name in data["tokens"]} == leaves
+    assert {name.partition("/")[2] for name in data["tokens"]} == {*leaves, small.broken.id}
+    assert data["drift"][f"{SMALL}/{small.broken.id}"][0]["basis"] == "before"
+    assert data["folds"]["step"]["data"] == [
+        {"value": "3", "rollouts": 1, "rewarded": 1, "mean": 0.75, "spread": 0.0, "read": 1, "turns": 11}
+        | {"drifted": 1}
+    ]
     [lane] = data["drift"][f"{SMALL}/{small.aborted.id}"]
     assert (lane["basis"], lane["reason"]) == ("template", "")
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import msgspec
 import pytest
@@ -9,9 +10,10 @@ import pytest
 from tests.support.trees import child, root
 from tests.support.viewer.recordings import LIMITS
 from tokenproxy.record.store import Session, Store, session_id
+from tokenproxy.record.turn import new_id
 from tokenproxy.store.sqlite import SqliteStore
 from tokenproxy.viewer import session_list
-from tokenproxy.viewer.session_list import list_sessions
+from tokenproxy.viewer.session_list import MOST_SEARCHED, Search, list_sessions
 from tokenproxy.viewer.tree import session_tree
 
 
@@ -27,11 +29,13 @@ async def _add(store: Store, *names: str, tenant: str = "", metadata: bytes = b"
         await store.add(Session(id=key, tenant=tenant, created=1.0, metadata=metadata))
 
 
-async def _pages(store: Store, search: str = "", limit: int = 2, tenant: str = "") -> list[list[str]]:
+async def _pages(
+    store: Store, search: str = "", limit: int = 2, tenant: str = "", most: int = MOST_SEARCHED, **more: Any
+) -> list[list[str]]:
     """The names of all pages."""
     pages, before = [], math.inf
     while True:
-        found, last = await list_sessions(store, tenant, search, before, limit)
+        found, last = await list_sessions(store, tenant, Search(search, **more), before, limit, most)
         pages.append([session.name for session in found])
         if last is None:
             return pages
@@ -48,9 +52,8 @@ async def test_a_search_is_limited_and_finds_an_exact_name_at_once(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session_list, "_SEARCHED", 2)
-    monkeypatch.setattr(session_list, "_MOST_SEARCHED", 4)
     await _add(store, "run", "run-2", *"abc", "Run-1", "d")
-    assert await _pages(store, "run", limit=9) == [["run", "Run-1"], ["run-2"]]
+    assert await _pages(store, "run", limit=9, most=4) == [["run", "Run-1"], ["run-2"]]
 
 
 @pytest.mark.parametrize("search", ["MATH", "kind=math", "group=7", 'größe=say "hi"'])
@@ -60,6 +63,26 @@ async def test_a_search_finds_metadata(store: Store, search: str) -> None:
     await _add(store, "damaged", metadata=b"broken")
     assert await _pages(store, search) == [["found"]]
     assert await _pages(store, "damaged") == [["damaged"]]
+
+
+async def test_whole_pairs_filter_the_list(store: Store) -> None:
+    await _add(store, "a", metadata=b'{"step": 3, "group": "x=y"}')
+    await _add(store, "b", metadata=b'{"step": 31, "group": "x=y"}')
+    assert await _pages(store, where=("step=3",)) == [["a"]]
+    assert await _pages(store, "b", where=("group=x=y",)) == [["b"]]
+    assert await _pages(store, "b", where=("step=3",)) == [[]]
+
+
+async def test_a_search_in_messages_ends_where_it_read_enough(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "abc":
+        turn = root(new_id(), [1], [2], rollout=name, message=b'{"content": "Say FOUND"}')
+        await store.add(Session(id=name, created=1.0), [turn], [[]])
+    assert await _pages(store, "found", messages=True, limit=9) == [["c", "b", "a"]]
+    assert await _pages(store, "found", limit=9) == [[]]
+    monkeypatch.setattr(session_list, "_READ_BYTES", 1)
+    assert await _pages(store, "found", messages=True, limit=9) == [["c"], ["b"], ["a"]]
 
 
 async def test_tenants_are_apart(store: Store) -> None:

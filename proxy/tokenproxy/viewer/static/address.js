@@ -1,13 +1,13 @@
 // The part of the address after `#`: every view, turn and token has one that can be kept and sent.
 //
-//   #/?search=NAME&before=PLACE              the list
+//   #/?search=NAME&before=PLACE              the list; also messages, where and fold, as the server takes them
 //   #/s/SESSION                              a session
 //   #/s/SESSION/TURN/VIEW?token=N            a turn in a view: conversation, tokens or plots
 //   #/compare/SESSION/TURN/SESSION/TURN      paths side by side
 //
 // "-" in place of a turn is the longest path of the session.
 
-const LONGEST = "-";
+export const LONGEST = "-";
 export const VIEWS = ["conversation", "tokens", "plots"];
 
 /** Read an address. Unknown ones are the list. */

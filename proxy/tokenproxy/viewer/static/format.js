@@ -39,9 +39,19 @@ export function decimal(value, digits = 3) {
   return value === null || value === undefined || Number.isNaN(value) ? "–" : value.toFixed(digits);
 }
 
-/** A reward without trailing zeros. */
+/** A number such as a reward, without trailing zeros. */
 export function reward(value) {
   return value === null || value === undefined ? "–" : String(Math.round(value * 1e4) / 1e4);
+}
+
+/** A share as "3.2 %". */
+export function percent(value) {
+  return `${Math.round(value * 1000) / 10} %`;
+}
+
+/** A pair of the metadata as the server writes it. */
+export function pairText(key, value) {
+  return `${key}=${typeof value === "string" ? value : JSON.stringify(value)}`;
 }
 
 /** The bytes of a latin-1 string. */

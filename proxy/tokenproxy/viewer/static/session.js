@@ -1,12 +1,12 @@
 // One session: the tree of its turns on one side, a path of them on the other.
 
-import { compareAddress, listAddress, sessionAddress, VIEWS } from "./address.js";
+import { compareAddress, listAddress, LONGEST, sessionAddress, VIEWS } from "./address.js";
 import { Conversation } from "./conversation.js";
 import { button, el, renew, select, setOptions, show } from "./dom.js";
-import { count, plural, reward, time } from "./format.js";
+import { count, pairText, plural, reward, time } from "./format.js";
 import { pathPlots } from "./plots.js";
 import { TokenPanel } from "./token_panel.js";
-import { badge, badges, facts, stateOf, Tree } from "./turn.js";
+import { badge, badges, facts, graph, MOST_COLUMNS, stateOf, Tree } from "./turn.js";
 import { WindowedRows } from "./windowed.js";
 
 const EVERY_MS = 2000;
@@ -26,7 +26,10 @@ export class SessionView {
       draw: (index) => this.#row(index),
       name: (index) => this.tree.rows[index].turn.id,
       state: (index) => this.#stateOfRow(index),
-      onopen: (index) => this.#go({ turn: this.tree.rows[index].turn.id }),
+      onopen: (index) => {
+        this.element.classList.remove("shows-tree");
+        this.#go({ turn: this.tree.rows[index].turn.id });
+      },
     });
     this.pathBar = this.#makeBar();
     this.notice = el("p", { class: "hint problem-text", role: "alert", hidden: true });
@@ -112,11 +115,10 @@ export class SessionView {
     );
   }
 
-  /** A value of the metadata; where there is a server, a link to all sessions that have it, as those of a group. */
+  /** A value of the metadata: a link to all sessions that have it, as those of a group. */
   #metadataLink(name, value) {
-    const text = typeof value === "string" ? value : JSON.stringify(value);
-    if (!this.app.source.live) return el("span", {}, `${name} ${text}`);
-    return el("a", { href: listAddress({ search: `${name}=${text}` }) }, `${name} ${text}`);
+    const where = pairText(name, value);
+    return el("a", { href: listAddress({ where }) }, where);
   }
 
   async #refresh() {
@@ -190,39 +192,46 @@ export class SessionView {
   }
 
   #stateOfRow(index) {
-    const { turn, level } = this.tree.rows[index];
-    return `${level} ${this.onPath.has(turn.id)} ${stateOf(turn, this.tree)}`;
+    const { turn, column, lines } = this.tree.rows[index];
+    const graph = JSON.stringify([this.tree.columns, column, lines]);
+    return `${graph} ${this.onPath.has(turn.id)} ${stateOf(turn, this.tree)}`;
   }
 
   #row(index) {
-    const { turn, level } = this.tree.rows[index];
-    const node = el(
+    const { turn, column } = this.tree.rows[index];
+    return el(
       "div",
       {
         class: `tree-row ${this.onPath.has(turn.id) ? "on-path" : ""}`,
-        "aria-level": Math.min(level, 12) + 1,
+        "aria-level": Math.min(column, MOST_COLUMNS) + 1,
         data: { turn: turn.id },
       },
+      graph(this.tree.rows[index], Math.min(this.tree.columns, MOST_COLUMNS), TREE_ROW),
       el(
         "div",
-        { class: "tree-line" },
-        level > 0 ? el("span", { class: "branch", "aria-hidden": "true" }, "└") : null,
-        turn.continues ? el("span", { class: "branch", "aria-hidden": "true" }, "↪") : null,
-        el("span", { class: "turn-number" }, `turn ${this.tree.number.get(turn.id)}`),
-        badges(turn, this.tree),
-      ),
-      el(
-        "div",
-        { class: "tree-line numbers" },
-        el("span", {}, `${count(turn.reused)} + ${count(turn.appended)} → ${count(turn.completion_tokens)}`),
-        turn.cached_tokens === null || turn.cached_tokens === undefined
-          ? null
-          : el("span", {}, `cached ${count(turn.cached_tokens)}`),
-        el("span", {}, facts(turn).find(([name]) => name === "time")[1]),
+        { class: "tree-text" },
+        el(
+          "div",
+          { class: "tree-line" },
+          turn.continues ? el("span", { class: "branch", "aria-hidden": "true" }, "↪") : null,
+          el("span", { class: "turn-number" }, `turn ${this.tree.number.get(turn.id)}`),
+          badges(turn, this.tree),
+        ),
+        el(
+          "div",
+          { class: "tree-line numbers" },
+          el(
+            "span",
+            {},
+            `${count(turn.reused)} + ${count(turn.appended)} → ${count(turn.completion_tokens)}`,
+          ),
+          turn.cached_tokens === null || turn.cached_tokens === undefined
+            ? null
+            : el("span", {}, `cached ${count(turn.cached_tokens)}`),
+          el("span", {}, facts(turn).find(([name]) => name === "time")[1]),
+        ),
       ),
     );
-    node.style.paddingLeft = `${8 + Math.min(level, 12) * 14}px`;
-    return node;
   }
 
   #makeBar() {
@@ -242,6 +251,8 @@ export class SessionView {
     return el(
       "div",
       { class: "path-bar", hidden: true },
+      // a narrow screen shows the tree on demand
+      button("turns", () => this.element.classList.toggle("shows-tree"), { class: "narrow-only" }),
       el("div", { role: "tablist", "aria-label": "View of the path" }, this.tabs),
       this.paths,
       this.compare,
@@ -254,7 +265,8 @@ export class SessionView {
     this.tabs.forEach((tab, index) => {
       const view = VIEWS[index];
       const isChosen = view === this.address.view;
-      tab.href = sessionAddress(this.name, this.turn.id, view);
+      // tokens of no turn in particular begin with the first difference
+      tab.href = sessionAddress(this.name, this.named?.id ?? LONGEST, view);
       tab.setAttribute("aria-selected", String(isChosen));
       tab.className = isChosen ? "tab chosen" : "tab";
     });

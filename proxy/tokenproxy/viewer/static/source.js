@@ -1,5 +1,7 @@
 // Where the page reads from: the server that it came from, or the data inside a page that was written to a file.
 
+import { pairText } from "./format.js";
+
 /** The server refused the key, or wants one. */
 export class KeyNeeded extends Error {}
 
@@ -66,12 +68,21 @@ export class FileSource {
     this.data = data;
   }
 
+  /** As the server; the folds are those of all sessions of the file. */
   async sessions(parameters) {
+    const fold = parameters.get("fold");
+    if (fold && Object.hasOwn(this.data.folds, fold)) return { ...this.data.folds[fold], next: null };
     const words = (parameters.get("search") || "").toLowerCase();
-    const rows = this.data.sessions.filter(
-      (row) => !words || `${row.id} ${JSON.stringify(row.metadata)}`.toLowerCase().includes(words),
-    );
-    return { data: rows, next: null };
+    const where = parameters.getAll("where");
+    const holds = (text) => text.toLowerCase().includes(words);
+    const rows = this.data.sessions.filter((row) => {
+      const pairs = Object.entries(row.metadata ?? {}).map(([key, value]) => pairText(key, value));
+      if (!where.every((pair) => pairs.includes(pair))) return false;
+      if (!words || holds([row.id, ...pairs].join("\n"))) return true;
+      if (parameters.get("messages") !== "true") return false;
+      return this.data.trees[row.id].turns.some((turn) => texts([turn.messages, turn.message]).some(holds));
+    });
+    return { object: "list", data: rows, next: null };
   }
 
   async session(name) {
@@ -99,6 +110,13 @@ export class FileSource {
     if (!Object.hasOwn(table, name)) throw new Error(problem);
     return table[name];
   }
+}
+
+/** All texts in messages, without names of roles, types and calls. */
+function texts(value, key = "") {
+  if (typeof value === "string") return ["role", "type", "id", "tool_call_id"].includes(key) ? [] : [value];
+  if (typeof value !== "object" || value === null) return [];
+  return Object.entries(value).flatMap(([name, each]) => texts(each, name));
 }
 
 /** Read the body of ids: see proxy/tokenproxy/viewer/tokens.py for the format. */

@@ -5,7 +5,7 @@ import { button, el, renew, select, show } from "./dom.js";
 import { count, plural } from "./format.js";
 import { Minimap } from "./minimap.js";
 import { COLOURS, textBetween, TokenView } from "./tokens.js";
-import { badges } from "./turn.js";
+import { badges, isDrifted } from "./turn.js";
 
 const LEGEND = [
   ["sampled", "sampled by the model"],
@@ -45,15 +45,15 @@ export class TokenPanel {
     this.view?.close();
   }
 
-  /** Show a path, and scroll to a token of it, or to a turn; null keeps the place. */
+  /** Show a path, and scroll to a token of it, or to a turn; without one, to the first difference if it is new. */
   async show(tree, path, turn, token) {
     const leaf = path.at(-1);
     this.tree = tree;
     this.path = path;
-    if (turn || token !== null) this.wanted = { turn, token };
+    const grows = !turn && path.some((each) => each.id === this.shown);
+    if (turn || token !== null || (this.leaf !== leaf.id && !grows)) this.wanted = { turn, token };
     if (this.shown === leaf.id) this.view.renewHeadings();
     if (this.leaf !== leaf.id) {
-      const grows = !turn && path.some((each) => each.id === this.shown);
       this.leaf = leaf.id;
       await this.#load(leaf, grows ? this.#state() : START);
       if (this.leaf !== leaf.id) return;
@@ -61,13 +61,15 @@ export class TokenPanel {
     if (this.shown === leaf.id) this.#goToWanted(); // else the ids are on their way
   }
 
-  /** Scroll to what was asked for last. */
+  /** Scroll to what was asked for last: a token, a turn, or where a drifted prompt differs first. */
   #goToWanted() {
     if (!this.wanted) return;
     const { turn, token } = this.wanted;
     this.wanted = null;
     const start = this.view.tokens.turns.find((each) => each.id === turn?.id)?.start;
+    const first = !turn || (isDrifted(turn) && this.laneOf === turn.id) ? this.view.marked : null;
     if (token !== null) this.view.reveal(token);
+    else if (first !== null) this.view.reveal(first);
     else if (start !== undefined) this.#scrollToTurn(start);
   }
 
@@ -130,8 +132,8 @@ export class TokenPanel {
       this.map.redraw();
     };
     const { colour, focus, anchor, chosen } = state;
-    this.chosen = chosen; // the turn whose prompt a reader wants compared; null for the last one of the path
-    this.laneOf = chosen ?? leaf.id;
+    this.chosen = chosen; // the turn whose prompt a reader wants compared; null for the usual one
+    this.laneOf = chosen ?? this.#drifted()?.id ?? leaf.id;
     Object.assign(this.view, { colour, focus, anchor });
     this.#showTools(tokens, state);
     renew(this.body, this.view.element, this.map.element, this.details.element);
@@ -140,6 +142,12 @@ export class TokenPanel {
     this.view.region.scrollTop = state.top;
     this.details.show(this.view);
     await this.#loadLane(state.basis);
+  }
+
+  /** The turn whose prompt drifted: the one that an address names, or else the first of the path. */
+  #drifted() {
+    const named = this.wanted?.turn;
+    return named ? (isDrifted(named) ? named : null) : this.path.find(isDrifted);
   }
 
   #heading(id) {
@@ -177,7 +185,7 @@ export class TokenPanel {
       }),
       select("Drift lane", lanes, state.basis, (basis) => this.#loadLane(basis)),
       select("Prompt compared", turns, this.laneOf, (turn) => {
-        this.chosen = turn === this.leaf ? null : turn;
+        this.chosen = turn === this.leaf && !this.#drifted() ? null : turn;
         this.laneOf = turn;
         this.#loadLane(this.basis);
       }),

@@ -1,8 +1,11 @@
 // Turns: their tree, and the badges and numbers that every view shows of a turn.
 
 import { sessionAddress } from "./address.js";
-import { el } from "./dom.js";
+import { el, svg } from "./dom.js";
 import { count, decimal, duration, reward, time } from "./format.js";
+
+const COLUMN = 14; // px of a column of the graph
+export const MOST_COLUMNS = 12; // further ways share the last one
 
 /** The turns of a session with the relations between them. */
 export class Tree {
@@ -17,10 +20,10 @@ export class Tree {
       if (turn.parent && this.byId.has(turn.parent)) this.children.get(turn.parent).push(turn);
       else this.roots.push(turn);
     }
-    this.roots = this.#inChains();
     this.#measure();
-    this.rows = this.#rows();
     this.leaves = this.turns.filter((turn) => this.children.get(turn.id).length === 0);
+    this.rows = this.#rows();
+    this.columns = Math.max(0, ...this.rows.map(({ column }) => column)) + 1;
   }
 
   /** A turn and all that it continues, the first one first. */
@@ -65,16 +68,6 @@ export class Tree {
     return this.data.rewards[turn.id] ?? null;
   }
 
-  /** The first turns, each followed by those that continue its conversation; other agents come after them. */
-  #inChains() {
-    const start = new Map();
-    for (const root of this.roots) {
-      const cause = this.byId.get(root.continues);
-      start.set(root.id, (cause && start.get(this.path(cause)[0].id)) ?? root.id);
-    }
-    return [...this.roots].sort((a, b) => start.get(a.id).localeCompare(start.get(b.id)));
-  }
-
   /** Turns below each turn, and turns above it. */
   #measure() {
     this.below = new Map();
@@ -107,22 +100,70 @@ export class Tree {
       : [...children].sort((a, b) => this.below.get(b.id) - this.below.get(a.id) || (a.id < b.id ? -1 : 1));
   }
 
-  /** The turns as rows: branches are indented, the longest way on is not. */
+  /**
+   * The turns as rows in the order of their requests, each with its column in the graph: the longest path is
+   * column 0, and every other way is a column of its own from the turn that it forks from to its end. `lines`
+   * are what the graph shows in the row: `through` columns, and `forks` to columns that begin below.
+   */
   #rows() {
-    const rows = [];
-    const done = new Set();
-    const stack = [...this.roots].reverse().map((turn) => [turn, 0]);
-    while (stack.length) {
-      const [turn, level] = stack.pop();
-      if (done.has(turn.id)) continue;
-      done.add(turn.id);
-      rows.push({ turn, level });
-      const [main, ...branches] = this.#inOrder(turn);
-      if (main) stack.push([main, level]);
-      for (const branch of branches.reverse()) stack.push([branch, level + 1]);
+    const rows = this.turns.map((turn) => ({ turn, column: 0, lines: { through: [], forks: [] } }));
+    const at = new Map(this.turns.map((turn, index) => [turn.id, index]));
+    const ends = []; // for each column the last row that it holds
+    for (const way of this.#ways()) {
+      const parent = at.get(way[0].parent) ?? -1;
+      const [first, last] = [at.get(way[0].id), at.get(way.at(-1).id)];
+      const begin = parent >= 0 && parent < first ? parent : first;
+      let column = ends.length === 0 ? 0 : 1;
+      while (column > 0 && ends[column] >= begin) column += 1;
+      ends[column] = column === 0 ? this.turns.length : last;
+      for (const turn of way) rows[at.get(turn.id)].column = column;
+      if (begin < first) rows[begin].lines.forks.push(column);
+      for (let row = begin + 1; row < last; row += 1) rows[row].lines.through.push(column);
+      if (begin === first && last > first) rows[first].lines.down = true;
+      if (last > begin) rows[last].lines.up = true;
     }
     return rows;
   }
+
+  /** The turns as ways, none of them in two: the longest path first, then by their first turns. */
+  #ways() {
+    const main = this.longest ? this.path(this.longest) : [];
+    const done = new Set(main.map((turn) => turn.id));
+    const ways = [main];
+    for (const first of this.turns) {
+      const way = [];
+      const isNew = (turn) => !done.has(turn.id);
+      for (let turn = first; turn && isNew(turn); turn = this.#inOrder(turn).find(isNew)) {
+        done.add(turn.id);
+        way.push(turn);
+      }
+      ways.push(way);
+    }
+    return ways.filter((way) => way.length > 0);
+  }
+}
+
+/** A row's part of the graph: its turn as a dot, and the lines that lead there and past it. */
+export function graph({ turn, column, lines }, columns, height) {
+  const x = (each) => (Math.min(each, MOST_COLUMNS - 1) + 0.5) * COLUMN;
+  const [own, middle] = [x(column), height / 2];
+  const shapes = [
+    ...lines.through.map((each) => [each, `M${x(each)} 0V${height}`]),
+    ...(lines.up ? [[column, `M${own} 0V${middle}`]] : []),
+    ...(lines.down ? [[column, `M${own} ${middle}V${height}`]] : []),
+    ...lines.forks.map((each) => [each, `M${own} ${middle}Q${x(each)} ${middle} ${x(each)} ${height}`]),
+  ];
+  return svg(
+    "svg",
+    { class: "graph", width: columns * COLUMN, height, "aria-hidden": "true" },
+    shapes.map(([each, d]) => svg("path", { d, class: each === 0 ? "main" : null })),
+    svg("circle", { cx: own, cy: middle, r: 4.5, class: isDrifted(turn) ? "drifted" : turn.source }),
+  );
+}
+
+/** Whether the prompt of a turn differs from what the model saw before. */
+export function isDrifted(turn) {
+  return turn.break !== null && turn.break.equal < turn.break.total;
 }
 
 /** A word in a frame. */
@@ -138,7 +179,7 @@ export function badges(turn, tree) {
     badge(turn.source, `source ${turn.source}`, "where the prompt came from"),
     turn.continues ? chainLink(turn, tree) : null,
     turn.reason && turn.reason !== "first_turn" ? badge(turn.reason, "reason", meanings[turn.reason]) : null,
-    turn.break && turn.break.equal < turn.break.total
+    isDrifted(turn)
       ? badge(
           `drift at ${count(turn.break.equal)}`,
           "drift",

@@ -7,10 +7,11 @@ const OVERSCAN = 8;
 /**
  * `draw(index)` makes the element of a row, `name(index)` tells the row from all others, and `state(index)` is
  * a text that changes with what the element shows. The region is one tab stop: arrow keys move the active row,
- * Enter calls `onopen(index)`, and space `onmark(index, element)`.
+ * Enter calls `onopen(index)`, and space `onmark(index, element)`. With `head`, the element of this name stays at
+ * the top, for the heads of columns.
  */
 export class WindowedRows {
-  constructor({ height, draw, name, state, onopen, onmark, role, rowRole, label }) {
+  constructor({ height, draw, name, state, onopen, onmark, role, rowRole, label, head = false }) {
     this.height = height;
     this.drawRow = draw;
     this.nameOf = name;
@@ -24,6 +25,7 @@ export class WindowedRows {
     this.drawn = new Map(); // by name
     this.prefix = `${label.replace(/\W+/g, "-").toLowerCase()}-row`;
     this.canvas = el("div", { class: "canvas", role: "presentation" });
+    this.head = head ? el("div", { class: "windowed-head", role: "presentation" }) : null; // it stays at the top
     this.element = el(
       "div",
       {
@@ -39,6 +41,7 @@ export class WindowedRows {
         },
         onkeydown: (event) => this.#key(event),
       },
+      this.head,
       this.canvas,
     );
     this.resized = new ResizeObserver(() => this.draw());
@@ -62,6 +65,14 @@ export class WindowedRows {
     this.#draw((index, old) => old.state === this.stateOf(index));
   }
 
+  /** Give the rows another height; the next update draws them. */
+  setHeight(height) {
+    if (height === this.height) return;
+    this.height = height;
+    this.drawn.clear();
+    this.canvas.replaceChildren();
+  }
+
   /** Make a row the active one, -1 for none, and scroll to it. */
   activate(index) {
     this.active = index;
@@ -72,7 +83,8 @@ export class WindowedRows {
 
   #scrollTo(index) {
     const top = index * this.height;
-    const { scrollTop, clientHeight } = this.element;
+    const { scrollTop } = this.element;
+    const clientHeight = this.element.clientHeight - (this.head?.offsetHeight ?? 0);
     if (index >= 0 && (top < scrollTop || top + this.height > scrollTop + clientHeight)) {
       this.element.scrollTop = top - clientHeight / 3;
     }
