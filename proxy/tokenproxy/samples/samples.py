@@ -26,8 +26,8 @@ from msgspec.structs import replace
 
 from tokenproxy.record.store import Session
 from tokenproxy.record.turn import Segment, Turn, WeightSpan, unpack_ids, unpack_logprobs
+from tokenproxy.samples.chains import Link, links_of
 from tokenproxy.samples.classes import UNKNOWN, classes_of, selected
-from tokenproxy.samples.segments import Segment, segments_of
 from tokenproxy.samples.tree import TurnTree, last_request, parsed
 
 Shared = Literal["once", "each"]
@@ -163,7 +163,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     parent_agent: str = ""
     """The agent that started that of the last turn; empty for the first agent of a session, or if unknown."""
     continues: str = ""
-    """The turn that caused this conversation, as its summary: see `tokenproxy.samples.segments`. Empty if it
+    """The turn that caused this conversation, as its summary: see `tokenproxy.samples.chains`. Empty if it
     begins a chain."""
     segment: int = 0
     """Position in the chain."""
@@ -216,7 +216,7 @@ def samples_of(
         on_policy: whether to train only on turns without `off_policy`; the others as those of other classes.
     """
     classes = classes_of(turns)
-    segments = segments_of(turns, classes)
+    links = links_of(turns, classes)
     trainable = {
         turn.id
         for turn in turns
@@ -237,9 +237,7 @@ def samples_of(
         }
         whole = tree.is_leaf(leaf)
         samples.append(
-            _sample(
-                path, trained, classes, segments, rewards, session, delivered, index, revision, whole=whole
-            )
+            _sample(path, trained, classes, links, rewards, session, delivered, index, revision, whole=whole)
         )
     refused = [
         Refused(rollout=_name(session, leaf), leaf=leaf.id, turn=fault.turn, reason=fault.reason)
@@ -272,7 +270,7 @@ def _sample(
     path: Sequence[Turn],
     trained: set[str],
     classes: Mapping[str, str],
-    segments: Mapping[str, Segment],
+    links: Mapping[str, Link],
     rewards: Mapping[str, float],
     session: Session | None,
     delivered: set[str],
@@ -286,7 +284,7 @@ def _sample(
     Args:
         trained: ids of the turns whose mask is 1.
         classes: those of `classes_of`.
-        segments: those of `segments_of`.
+        links: those of `links_of`.
         delivered: digests of the images that earlier samples hold; those of this sample are added.
     """
     joined = _join(path, trained, classes, rewards)
@@ -323,8 +321,8 @@ def _sample(
         request_class=classes[last.id],
         agent=last.agent,
         parent_agent=last.parent_agent,
-        continues=segments[path[0].id].continues,
-        segment=segments[path[0].id].number,
+        continues=links[path[0].id].continues,
+        segment=links[path[0].id].number,
     )
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from tokenproxy.record.store import Session
 from tokenproxy.record.turn import Turn, unpack_ids, unpack_logprobs
-from tokenproxy.samples.segments import Segment
+from tokenproxy.samples.chains import Link
 from tokenproxy.samples.tree import path_of
 
 _split = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -38,12 +38,12 @@ def session_fields(session: Session) -> dict[str, Any]:
     }
 
 
-def turn_fields(turn: Turn, request_class: str, segment: Segment) -> dict[str, Any]:
+def turn_fields(turn: Turn, request_class: str, link: Link) -> dict[str, Any]:
     """The fields of a turn. What is unknown is None.
 
     Args:
         request_class: as `classes_of` finds it.
-        segment: as `segments_of` finds it.
+        link: as `links_of` finds it.
     """
     appended = len(turn.appended) // 4
     return {
@@ -68,8 +68,8 @@ def turn_fields(turn: Turn, request_class: str, segment: Segment) -> dict[str, A
         "request_class": request_class or None,
         "agent": turn.agent or None,
         "parent_agent": turn.parent_agent or None,
-        "continues": segment.continues or None,
-        "segment": segment.number,
+        "continues": link.continues or None,
+        "segment": link.number,
         "problem": turn.problem or None,
         "messages": stored_json(turn.messages, b"[]"),
         "message": stored_json(turn.message, b"{}"),

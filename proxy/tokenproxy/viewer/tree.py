@@ -8,8 +8,8 @@ import numpy as np
 from tokenproxy.record.store import Session
 from tokenproxy.record.turn import Turn, request_time
 from tokenproxy.record.vocabulary import Problem, Reason
+from tokenproxy.samples.chains import links_of
 from tokenproxy.samples.classes import agents_of, classes_of
-from tokenproxy.samples.segments import segments_of
 from tokenproxy.samples.tree import TurnTree
 from tokenproxy.samples.turn_json import turn_fields
 from tokenproxy.viewer.breaks import Break, breaks_of
@@ -28,14 +28,14 @@ def session_tree(
         since: in seconds since the epoch.
     """
     classes, tree, breaks = classes_of(turns), TurnTree(turns), breaks_of(turns)
-    segments = segments_of(turns, classes)
+    links = links_of(turns, classes)
     return {
         "session": describe(session, rewards.get(""), summary_of(turns, breaks)),
         "rewards": {turn: reward for turn, reward in rewards.items() if turn},
         "agents": agents_of(turns, classes),
         "meanings": _meanings(turns),
         "turns": [
-            {**turn_fields(turn, classes[turn.id], segments[turn.id]), **_explained(turn, tree, breaks)}
+            {**turn_fields(turn, classes[turn.id], links[turn.id]), **_explained(turn, tree, breaks)}
             for turn in turns
             if turn.created >= since
         ],

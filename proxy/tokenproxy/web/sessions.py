@@ -14,9 +14,9 @@ from tokenproxy.base.types import Fields
 from tokenproxy.record.session_rules import SessionRules
 from tokenproxy.record.store import DESCRIPTION, MAX_DESCRIPTION_BYTES, Cause, Session, session_id
 from tokenproxy.record.turn import Turn, new_id, unpack_alternatives, unpack_ids, unpack_logprobs
+from tokenproxy.samples.chains import Link, links_of
 from tokenproxy.samples.classes import agents_of, classes_of
 from tokenproxy.samples.samples import samples_of
-from tokenproxy.samples.segments import Segment, segments_of
 from tokenproxy.samples.turn_json import session_fields, stored_json, traces_of, turn_fields
 from tokenproxy.turn.services import Services
 from tokenproxy.viewer.recording import RecordedSession
@@ -99,10 +99,9 @@ class OneSession(SessionRoute):
 
         def tree() -> dict[str, Any]:
             classes = classes_of(found.turns)
-            segments = segments_of(found.turns, classes)
+            links = links_of(found.turns, classes)
             shown = [
-                _shown(turn, classes[turn.id], segments[turn.id], rewards.get(turn.id), ids)
-                for turn in page
+                _shown(turn, classes[turn.id], links[turn.id], rewards.get(turn.id), ids) for turn in page
             ]
             more = page and page[-1] is not found.turns[-1]
             following = page[-1].id if more else None
@@ -299,9 +298,9 @@ def _page(request: Request, turns: Sequence[Turn]) -> Sequence[Turn]:
 
 
 def _shown(
-    turn: Turn, request_class: str, segment: Segment, reward: float | None, with_ids: bool
+    turn: Turn, request_class: str, link: Link, reward: float | None, with_ids: bool
 ) -> dict[str, Any]:
-    shown = {**turn_fields(turn, request_class, segment), "reward": reward}
+    shown = {**turn_fields(turn, request_class, link), "reward": reward}
     if with_ids:
         shown["appended_ids"] = unpack_ids(turn.appended)
         shown["completion_ids"] = unpack_ids(turn.completion)

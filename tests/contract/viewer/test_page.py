@@ -148,7 +148,7 @@ async def test_an_open_session_grows(
         await client.delete("/v1/sessions/growing")
 
 
-async def test_segments_of_a_chain_follow_each_other(
+async def test_links_of_a_chain_follow_each_other(
     viewer: Viewer, recorded_store: Store, tiny_model: TinyModel
 ) -> None:
     """The one that begins with a summary is shown after what was summarised, and leads there."""

@@ -2,8 +2,8 @@
 
 from tests.support.trees import root
 from tokenproxy.record.turn import Turn
+from tokenproxy.samples.chains import Link
 from tokenproxy.samples.samples import TurnSpan
-from tokenproxy.samples.segments import Segment
 from tokenproxy.samples.turn_json import turn_fields
 
 _OF_THE_STORE = {
@@ -23,7 +23,7 @@ _ONLY_OF_SESSIONS = {"parent", "request", "choice", "created", "cached_tokens"}
 
 
 def test_every_field_of_a_turn_is_shown_in_sessions() -> None:
-    unseen = {*Turn.__struct_fields__} - turn_fields(root("t", [1], [2]), "", Segment()).keys()
+    unseen = {*Turn.__struct_fields__} - turn_fields(root("t", [1], [2]), "", Link()).keys()
     left_out = _OF_THE_STORE | _IN_OTHER_WORDS | _ONLY_OF_SPANS | {"tools", "template_kwargs", "images"}
     assert unseen - left_out == set()
 

@@ -40,7 +40,7 @@ _ENOUGH_BYTES = 120
 """Phrases of together so many bytes are not sampled twice by chance."""
 
 
-class Segment(NamedTuple):
+class Link(NamedTuple):
     """The part of a chain that a turn belongs to."""
 
     number: int = 0
@@ -49,7 +49,7 @@ class Segment(NamedTuple):
     """The turn that caused it, if this turn is its first; empty for others, and if it begins the chain."""
 
 
-def segments_of(turns: Sequence[Turn], classes: Mapping[str, str]) -> dict[str, Segment]:
+def links_of(turns: Sequence[Turn], classes: Mapping[str, str]) -> dict[str, Link]:
     """The segment of each turn of a rollout, by its id.
 
     Args:
@@ -57,18 +57,18 @@ def segments_of(turns: Sequence[Turn], classes: Mapping[str, str]) -> dict[str, 
         classes: those of `classes_of`.
     """
     in_order = sorted(turns, key=lambda turn: turn.id)
-    segments = {turn.id: Segment() for turn in in_order}
+    links = {turn.id: Link() for turn in in_order}
     told = [turn for turn in in_order if classes[turn.id] != RequestClass.AUXILIARY]
     if sum(turn.parent is None for turn in told) < 2:  # the usual rollout: nothing is read
-        return segments
+        return links
     chains = _Chains(told, classes)
     for turn in told:
         cause = chains.add(turn)
         if cause:
-            segments[turn.id] = Segment(segments[cause].number + 1, cause)
-        elif turn.parent in segments:
-            segments[turn.id] = Segment(segments[turn.parent].number)
-    return segments
+            links[turn.id] = Link(links[cause].number + 1, cause)
+        elif turn.parent in links:
+            links[turn.id] = Link(links[turn.parent].number)
+    return links
 
 
 class _Calls(msgspec.Struct):

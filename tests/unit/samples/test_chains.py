@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from tests.support.trees import child, root
 from tokenproxy.record.turn import Turn
+from tokenproxy.samples.chains import links_of
 from tokenproxy.samples.classes import classes_of
 from tokenproxy.samples.samples import samples_of
-from tokenproxy.samples.segments import segments_of
 
 _SUMMARY = (
     "The user wants `src/parser.py` fixed: it must read nested lists.\nDone so far: lexer.py (brackets). "
@@ -48,7 +48,7 @@ def _summarised(answer: str = _SUMMARY, **fields: Any) -> list[Turn]:
 
 def _links(turns: list[Turn]) -> dict[str, tuple[str, int]]:
     """Cause and number of each segment after the first one, by its first turn."""
-    segments = segments_of(turns[::-1], classes_of(turns))
+    segments = links_of(turns[::-1], classes_of(turns))
     return {
         turn.id: (segments[turn.id].continues, segments[turn.id].number)
         for turn in turns
@@ -78,7 +78,7 @@ def test_a_chain_goes_on() -> None:
     e = _new("e", [_SYSTEM, _TASK, {"role": "user", "content": second}])
     turns = [*_summarised(), c, d, e]
     assert _links(turns) == {"c": ("b", 1), "e": ("d", 2)}
-    segments = segments_of(turns, classes_of(turns))
+    segments = links_of(turns, classes_of(turns))
     assert [segments[turn.id].number for turn in turns] == [0, 0, 1, 1, 2]
 
 
