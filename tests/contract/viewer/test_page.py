@@ -148,10 +148,9 @@ async def test_an_open_session_grows(
         await client.delete("/v1/sessions/growing")
 
 
-async def test_links_of_a_chain_follow_each_other(
+async def test_a_segment_leads_to_the_turn_that_caused_it(
     viewer: Viewer, recorded_store: Store, tiny_model: TinyModel
 ) -> None:
-    """The one that begins with a summary is shown after what was summarised, and leads there."""
     record = SessionRecorder(tiny_model, "chain")
     first = record.turn([user("Fix the parser.")], answer(tiny_model, "I begin."))
     summary = (
@@ -166,7 +165,7 @@ async def test_links_of_a_chain_follow_each_other(
     await write(recorded_store, [record.recorded()])
     await viewer.open("#/s/chain")
     await viewer.page.wait_for_selector(".tree-row")
-    assert await viewer.shown(".tree-row", "turn") == [each.id for each in (first, cause, last, other)]
+    assert await viewer.shown(".tree-row", "turn") == [each.id for each in (first, cause, other, last)]
     link = viewer.page.locator(f".tree-row[data-turn='{last.id}'] a.chain")
     assert await link.text_content() == "segment 1 after turn 2"
     await link.click()
