@@ -22,6 +22,7 @@ def load_files(
         the transformers tokenizer with its chat template, if it has one, the size of the vocabulary, and the
         ids that end a turn: the tokenizer's EOS, and `eos_token_id` of the generation config.
     """
+    check_source(source)
     tokenizer = _tekken(source, revision) if tekken else _tokenizer(source, revision, trust_remote_code)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
@@ -39,6 +40,19 @@ def load_files(
     stops = stops if isinstance(stops, list) else [stops]
     stop_ids = frozenset(stop for stop in [tokenizer.eos_token_id, *stops] if isinstance(stop, int))
     return tokenizer, max([len(tokenizer), *sizes]), stop_ids
+
+
+def check_source(source: str) -> None:
+    """Refuse a path at which nothing is, before a hub is asked for a model of that name.
+
+    Raises:
+        TokenizerUnavailable: `source` is written as a path, unlike NAME and OWNER/NAME, and does not exist.
+    """
+    is_path = source.startswith(("/", ".", "~")) or source.count("/") > 1 or source.endswith(".jinja")
+    if is_path and not Path(source).exists():
+        raise TokenizerUnavailable(
+            f"there is nothing at {source}: name a folder that exists, or a model of the hub as OWNER/NAME"
+        )
 
 
 def _tokenizer(source: str, revision: str | None, trust_remote_code: bool) -> Any:

@@ -9,6 +9,8 @@ from fastapi import FastAPI
 from prometheus_client import ProcessCollector
 from starlette.middleware.cors import CORSMiddleware
 
+from chat_tokenizer import TokenizerUnavailable
+from chat_tokenizer.files import check_source
 from tokenproxy import __version__
 from tokenproxy.base.http import Request, Response
 from tokenproxy.base.types import Scope
@@ -106,11 +108,12 @@ def check_settings(settings: Settings, processes: int) -> None:
         "store": lambda: make_store(settings.store, Limits()),
         "model_aliases": lambda: [parse_alias(alias) for alias in settings.model_aliases],
         "api_key_file": lambda: settings.api_key_file and read_keys(settings.api_key_file),
+        "tokenizer": partial(check_source, settings.tokenizer or ""),
     }
     for name, check in checks.items():
         try:
             check()
-        except ValueError as error:
+        except (ValueError, TokenizerUnavailable) as error:
             raise SettingsError(f"{name}: {error}") from error
     lends = lends_credentials(settings) and not settings.asks_for_keys
     if lends and not settings.allow_anonymous and not is_loopback(settings.host):

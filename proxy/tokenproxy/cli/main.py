@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from tokenproxy import __version__
 from tokenproxy.agents.flags import add_commands
-from tokenproxy.base.errors import UsageError
+from tokenproxy.base.errors import UsageError, no_such
 from tokenproxy.cli.view_flags import add_view
 
 _DESCRIPTION = """\
@@ -149,9 +150,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+class _Parser(argparse.ArgumentParser):
+    """Takes no abbreviated flag: `--upstreams` would be `--upstreams-file`. Names the nearest one instead."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def parse_known_args(self, *arguments: Any) -> Any:  # type: ignore[override]
+        """See `argparse.ArgumentParser`. Raises UsageError: a flag does not exist."""
+        options, unknown = super().parse_known_args(*arguments)
+        if unknown:
+            flags = re.findall(r"--[\w-]+", self.format_usage())
+            raise UsageError(f"{unknown[0]}: {no_such('flag', unknown[0].partition('=')[0], flags)}")
+        return options, unknown
+
+
 def _parser(command: str) -> argparse.ArgumentParser:
     kind = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("tokenproxy", description=_DESCRIPTION, formatter_class=kind)
+    parser: argparse.ArgumentParser = _Parser(
+        prog="tokenproxy", description=_DESCRIPTION, formatter_class=kind
+    )
     parser.add_argument("--version", action="version", version=f"tokenproxy {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     commands.add_parser(
@@ -316,6 +334,7 @@ def _vllm(arguments: list[str]) -> int:
 def _serve(options: argparse.Namespace) -> int:
     from tokenproxy.app.app import check_settings
     from tokenproxy.app.server import run
+    from tokenproxy.app.start import check_address
     from tokenproxy.settings import load_settings
 
     flags: dict[str, Any] = vars(options).copy()
@@ -323,6 +342,7 @@ def _serve(options: argparse.Namespace) -> int:
         flags.pop(name)
     settings = load_settings(options.config, **flags)
     check_settings(settings, settings.workers)
+    check_address(settings)
     if not settings.upstreams and settings.upstreams_file is None:
         raise UsageError(
             "no upstream configured: pass --upstream URL or --upstreams-file FILE, or set `upstreams` in "

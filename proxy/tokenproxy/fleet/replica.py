@@ -316,7 +316,9 @@ class Replica:
             async with asyncio.timeout(DISCOVERY_TIMEOUT_S):
                 if not await self._is_healthy(HEALTH_TIMEOUT_S):
                     self._missed()
-                    raise EngineUnavailable(f"{self.name} does not respond to /health")
+                    raise EngineUnavailable(
+                        f"{self.name} does not respond to /health: is this the base URL of a vLLM server?"
+                    )
                 capabilities = await discover(self.questions)
             self.problem = f"the tokenizer for {self.name} is still loading"
             await self._find_tokenizer(capabilities, TOKENIZER_TIMEOUT_S)

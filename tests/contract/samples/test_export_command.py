@@ -77,6 +77,7 @@ def test_every_flag_of_the_command(url: str, out: Path) -> None:
         (["--out", "OUT", "--store", "sqlite:missing.db"], "missing.db"),
         (["--out", "OUT", "--store", "memory:"], "/v1/sessions/{session}/samples"),
         (["--out", "PIPE"], "--out -"),
+        (["--out", "x.csv"], ".csv: pass --out FILE.jsonl or FILE.parquet"),
         (["--out", "OUT", "--after", "1"], "--follow"),
         (["--follow", "--out", "OUT", "--format", "parquet"], "JSON lines"),
         (["--follow", "--out", "OUT", "--session", "y"], "--metadata KEY=VALUE"),
