@@ -6,6 +6,7 @@ import secrets
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from tokenproxy.client import (
     ModelInfo,
     NoResponse,
     ProxyError,
+    SessionInfo,
     UnknownResource,
     UnreadableResponse,
 )
@@ -63,7 +65,7 @@ def run_command(options: argparse.Namespace) -> int:
     with _connected(options) as client:
         target = _target(options, client, name)
         _save_session(options, client, name)
-        before = _turn_ids(options, client, name) if options.session else set()
+        before = _earlier(options, client, name) if options.session else None
         environment = _environment(_variables(options.programs or _programs_of(command), target))
         _say(f"session {name} of {target.url}, model {target.model}")
         ended = _run(command, environment)
@@ -129,14 +131,14 @@ def _condition(text: str) -> tuple[str, str]:
     return key, value
 
 
-def _turn_ids(options: argparse.Namespace, client: Client, name: str) -> set[str]:
-    """The turns that a session holds already; none if it may not be read. Raises UsageError."""
+def _earlier(options: argparse.Namespace, client: Client, name: str) -> SessionInfo | None:
+    """What a session holds already; None if it may not be read. Raises UsageError."""
 
-    def read() -> set[str]:
+    def read() -> SessionInfo | None:
         try:
-            return {turn["id"] for turn in client.session(name).turns}
+            return client.session(name)
         except AccessDenied:
-            return set()
+            return None
 
     return _ask(options, read)
 
@@ -193,7 +195,9 @@ def _run(command: Sequence[str], environment: dict[str, str]) -> Ended:
         return Ended(NOT_FOUND if missing else NOT_EXECUTABLE, 0.0)
 
 
-def _report(options: argparse.Namespace, client: Client, name: str, before: set[str], ended: Ended) -> None:
+def _report(
+    options: argparse.Namespace, client: Client, name: str, earlier: SessionInfo | None, ended: Ended
+) -> None:
     """Print what was recorded, and set the reward. Whatever fails here, the command's exit code stays."""
     _say(f"the command ended with exit code {ended.code} after {ended.seconds:.1f} s")
     reward = None
@@ -208,13 +212,19 @@ def _report(options: argparse.Namespace, client: Client, name: str, before: set[
     except ProxyError as error:
         _say(f"what was recorded in session {name} is not known: {error}")
         return
+    before = {turn["id"] for turn in earlier.turns} if earlier else set()
     if session.turns:
         print(table(session, samples, before, reward), file=sys.stderr)
+    refusals = Counter(session.refusals) - Counter(earlier.refusals if earlier else {})
+    if refusals:
+        kinds = "; ".join(f"{kind} ({count})" for kind, count in refusals.most_common())
+        _say(f"{refusals.total()} requests refused: {kinds}")
     if before.issuperset(turn["id"] for turn in session.turns):
-        _say(
-            "nothing was recorded: the command sent no request to the proxy, or none that succeeded. "
-            "`tokenproxy env openai` shows what it should read; the proxy's log shows what it sent"
-        )
+        if not refusals:
+            _say(
+                "nothing was recorded: the command sent no request to the proxy, or none that succeeded. "
+                "`tokenproxy env openai` shows what it should read; the proxy's log shows what it sent"
+            )
     elif reward is None:
         _say(f'set a reward: POST {options.url}/v1/sessions/{name}/reward {{"reward": 1.0}}')
 

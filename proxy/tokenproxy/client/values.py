@@ -65,6 +65,8 @@ class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, Any]
     reward: float | None = None
     """Of the whole rollout."""
+    refusals: dict[str, int] = {}
+    """How many of its requests were refused, by status and message."""
     agents: list[dict[str, Any]] = []
     """As `GET /v1/sessions/{session}` returns them."""
     turns: list[dict[str, Any]] = []

@@ -114,6 +114,18 @@ def test_a_session_goes_on(
     assert (sent["max_tokens"], sent["temperature"]) == (5, 0.5)
 
 
+def test_refusals_are_told_in_place_of_nothing(proxy: httpx.Client, capfd: Capture) -> None:
+    """Those of this command alone, with their reason."""
+    too_long = _agent(0, "Hi " * 9000)
+    for count, command in ((1, too_long), (2, ["sh", "-c", '"$@"; "$@"', "sh", *too_long])):
+        assert main(["run", "--session", "refused", "--", *command]) == 1
+        printed = capfd.readouterr().err
+        told = rf"{count} requests refused: 400 This model's maximum context length is 4096 .*\({count}\)\n"
+        assert re.search(told, printed) and "nothing was recorded" not in printed
+    assert main(["run", "--session", "refused", "--", *_agent(0, "Hi")]) == 0
+    assert "refused:" not in capfd.readouterr().err
+
+
 def test_stdin_and_stdout_are_the_commands_own(proxy: httpx.Client) -> None:
     command = [sys.executable, "-m", "tokenproxy", "run", "--", "cat"]
     root = Path(__file__).parents[3]
