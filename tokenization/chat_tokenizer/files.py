@@ -55,6 +55,19 @@ def check_source(source: str) -> None:
         )
 
 
+def is_here(source: str) -> bool:
+    """Whether a tokenizer is loaded without a download, which may take for ever where there is no network."""
+    if Path(source).exists():
+        return True
+    from huggingface_hub import try_to_load_from_cache
+
+    names = ("tokenizer.json", "tokenizer_config.json", NAME)
+    try:
+        return any(isinstance(try_to_load_from_cache(source, name), str) for name in names)
+    except ValueError:
+        return True  # no name of the hub: it is refused at once
+
+
 def _tokenizer(source: str, revision: str | None, trust_remote_code: bool) -> Any:
     from transformers import AutoTokenizer  # slow to import, so only when needed
 
