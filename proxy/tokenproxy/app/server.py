@@ -36,6 +36,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from tokenproxy.app.app import create_app
 from tokenproxy.app.start import announce, bind, try_store
 from tokenproxy.app.workers.supervisor import END_S, run_workers
+from tokenproxy.base.types import ASGIApp
 from tokenproxy.monitoring.logs import configure_logs
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.store import StoreError
@@ -264,16 +265,20 @@ def run(settings: Settings) -> int:
 
 
 def server_config(
-    settings: Settings, running: RunningRequests, metrics: Metrics | None = None
+    settings: Settings,
+    running: RunningRequests,
+    metrics: Metrics | None = None,
+    app: ASGIApp | None = None,
 ) -> uvicorn.Config:
     """The configuration of uvicorn for the proxy's application.
 
     Args:
         metrics: the metrics of this process; None creates them.
+        app: another application.
     """
     gc.set_threshold(*GC_THRESHOLDS)
     return uvicorn.Config(
-        create_app(settings, running, metrics),
+        app or create_app(settings, running, metrics),
         host=settings.host,
         port=settings.port,
         log_level=settings.log_level,
