@@ -17,7 +17,7 @@ from tokenproxy.agents.child import NOT_EXECUTABLE, NOT_FOUND, Ended, run_child
 from tokenproxy.agents.programs import PROGRAMS, Target, Variables, variables_for
 from tokenproxy.agents.report import table
 from tokenproxy.base.errors import UsageError
-from tokenproxy.base.urls import normalise_base_url
+from tokenproxy.base.urls import LOCAL_URL, normalise_base_url
 from tokenproxy.client import (
     AccessDenied,
     Client,
@@ -75,7 +75,7 @@ def run_command(options: argparse.Namespace) -> int:
 
 def _connected(options: argparse.Namespace) -> Client:
     """A client of the proxy. Environment variables for HTTP proxies do not apply. Raises UsageError."""
-    url = options.url or os.environ.get("TOKENPROXY_URL") or "http://127.0.0.1:8100"
+    url = options.url or os.environ.get("TOKENPROXY_URL") or LOCAL_URL
     try:
         options.url = normalise_base_url(url)
     except ValueError as error:

@@ -11,6 +11,7 @@ from typing import Any
 from tokenproxy import __version__
 from tokenproxy.agents.flags import add_commands
 from tokenproxy.base.errors import UsageError, no_such
+from tokenproxy.base.urls import LOCAL_URL
 from tokenproxy.cli.view_flags import add_view
 
 _DESCRIPTION = """\
@@ -30,7 +31,7 @@ Token-exact multi-turn chat for vLLM: append to the ids the engine saw, never re
 
 _VLLM = """\
 Start vLLM with the token routes next to its OpenAI routes. Everything after `tokenproxy vllm` is given to
-`vllm serve` as it is, --api-server-count included.
+`vllm serve` as it is, --api-server-count included. Without --port it listens on 8100.
 
   tokenproxy vllm Qwen/Qwen3-0.6B --enable-auto-tool-choice --tool-call-parser hermes
   tokenproxy vllm --help=all       all flags of vLLM
@@ -287,7 +288,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 def _add_top(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--url", default="http://127.0.0.1:8100", help="the proxy (default: %(default)s)")
+    add("--url", default=LOCAL_URL, help="the proxy (default: %(default)s)")
     add("--api-key", metavar="KEY", help="an API key of the proxy, to list its sessions")
     add("--interval", type=_positive, default=2.0, metavar="S", help="seconds between refreshes (default: 2)")
     add("--once", action="store_true", help="print it once")
