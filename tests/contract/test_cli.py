@@ -72,6 +72,8 @@ def test_help(arguments: list[str], expected: list[str], capsys: Capture) -> Non
         (["serve", "--upstream", "http://a:1", *_NO_CERTIFICATE], "tls_cert: .*no PEM certificate"),
         (["check", "org/model/nope"], "nothing at org/model/nope: name a folder"),
         (["check", "nope.jinja"], "nothing at nope.jinja"),
+        (["serve", "--log-level", "loud"], "--log-level: invalid choice: 'loud'.*`tokenproxy serve --help`"),
+        (["srve"], "invalid choice: 'srve'.*'serve'"),
     ],
 )
 def test_errors_are_one_line(

@@ -151,7 +151,7 @@ def _ask(options: argparse.Namespace, call: Callable[[], T]) -> T:
     except (NoResponse, UnicodeError) as error:  # a host that no name server can be asked for
         raise UsageError(
             f"no proxy at {url}: start one with `tokenproxy serve --upstream URL` or "
-            "`tokenproxy vllm MODEL`, or pass --url URL"
+            f"`tokenproxy vllm MODEL`, or pass --url URL ({error})"
         ) from error
     except KeyRefused as error:
         raise UsageError(f"the proxy at {url} requires a key: pass --api-key KEY ({error})") from error

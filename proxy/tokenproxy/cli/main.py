@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tokenproxy import __version__
 from tokenproxy.agents.flags import add_commands
@@ -152,13 +152,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Takes no abbreviated flag: `--upstreams` would be `--upstreams-file`. Names the nearest one instead."""
+    """Takes no abbreviated flag: `--upstreams` would be `--upstreams-file`. Errors are one line."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
 
+    def error(self, message: str) -> NoReturn:
+        """See `argparse.ArgumentParser.error`. The usage would be forty lines."""
+        raise UsageError(f"{message}: `{self.prog} --help` explains it")
+
     def parse_known_args(self, *arguments: Any) -> Any:  # type: ignore[override]
-        """See `argparse.ArgumentParser`. Raises UsageError: a flag does not exist."""
+        """See `argparse.ArgumentParser`. Raises UsageError, which names the nearest flag."""
         options, unknown = super().parse_known_args(*arguments)
         if unknown:
             flags = re.findall(r"--[\w-]+", self.format_usage())

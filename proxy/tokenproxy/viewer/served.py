@@ -8,6 +8,7 @@ import httpx
 import msgspec
 
 from tokenproxy.base.urls import normalise_base_url
+from tokenproxy.engine.protocol import error_text
 from tokenproxy.viewer.recording import Leaf, PageData
 
 
@@ -52,5 +53,9 @@ def _get(client: httpx.Client, path: str) -> bytes:
     except httpx.HTTPError as error:
         raise ViewError(f"no proxy responds at {client.base_url}: {error}") from error
     if response.status_code != 200:
-        raise ViewError(f"{client.base_url} answered {response.status_code} to {path}: {response.text[:300]}")
+        hint = {401: ": pass --api-key KEY", 404: ": is this a proxy, and the session one of its?"}
+        raise ViewError(
+            f"{client.base_url} answered {response.status_code} to {path}: {error_text(response.content)}"
+            f"{hint.get(response.status_code, '')}"
+        )
     return response.content

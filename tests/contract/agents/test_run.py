@@ -58,7 +58,14 @@ def urls(served: tuple[FakeVllm, httpx.Client]) -> Iterator[dict[str, str]]:
     with held_port() as port:
         nothing = f"http://127.0.0.1:{port}"
         with run_app(Settings(upstreams=[nothing], store="memory:")) as no_engine:
-            yield {"NOTHING": nothing, "ENGINE": served[0].url, "NO_ENGINE": str(no_engine.base_url)}
+            engine = served[0].url
+            https = engine.replace("http:", "https:")
+            yield {
+                "NOTHING": nothing,
+                "ENGINE": engine,
+                "HTTPS": https,
+                "NO_ENGINE": str(no_engine.base_url),
+            }
 
 
 def _agent(code: int, *texts: str) -> list[str]:
@@ -176,6 +183,7 @@ def test_env_is_sourced(proxy: httpx.Client, capsys: Capture, program: str) -> N
         ("run --session a,b -- true", r"refused: `id` must be"),
         ("run --metadata task -- true", r"--metadata must be KEY=VALUE"),
         ("run --url NOTHING -- true", r"no proxy at http://127.0.0.1:\d+: start one"),
+        ("run --url HTTPS -- true", r"no proxy at https://127.*SSL"),
         ("run --url ENGINE -- true", r"is no tokenproxy: pass --url URL"),
         ("run --url NO_ENGINE -- true", r"refused"),
         ("env claude --max-tokens 5", r"add --session NAME"),
