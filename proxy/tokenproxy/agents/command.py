@@ -6,7 +6,6 @@ import secrets
 import shlex
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -215,10 +214,8 @@ def _report(
     before = {turn["id"] for turn in earlier.turns} if earlier else set()
     if session.turns:
         print(table(session, samples, before, reward), file=sys.stderr)
-    refusals = Counter(session.refusals) - Counter(earlier.refusals if earlier else {})
-    if refusals:
-        kinds = "; ".join(f"{kind} ({count})" for kind, count in refusals.most_common())
-        _say(f"{refusals.total()} requests refused: {kinds}")
+    if refusals := session.refusals - (earlier.refusals if earlier else 0):
+        _say(f"{refusals} requests refused, the last one: {session.last_refusal}")
     if before.issuperset(turn["id"] for turn in session.turns):
         if not refusals:
             _say(

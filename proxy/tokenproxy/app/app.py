@@ -215,7 +215,7 @@ def create_app(
     credentials = EngineCredentials(send, lend=lend)
     endpoints = mount(app, services_of, _tenant_of(settings, credentials), observer, inside_vllm=False)
     app.add_middleware(DirectRoutes, endpoints=endpoints)  # the innermost: it gets requests that were checked
-    _guard(app, settings, key_file)
+    guard(app, settings, key_file)
     # added last, so that it is the outermost: it also observes the requests that the others refuse
     app.add_middleware(Monitor, observer=observer)
     return app
@@ -250,7 +250,7 @@ def _replica_maker(
     return make_replica
 
 
-def _guard(app: FastAPI, settings: Settings, key_file: KeyFile | None) -> None:
+def guard(app: FastAPI, settings: Settings, key_file: KeyFile | None) -> None:
     """Add the middlewares; the one added last gets a request first."""
     loopback = not settings.asks_for_keys and is_loopback(settings.host)
     if settings.asks_for_keys:

@@ -235,16 +235,9 @@ def run(settings: Settings) -> int:
     try:
         asyncio.run(try_store(settings))
         sockets = asyncio.run(bind(settings.host, settings.port))
-    except StoreError as error:
-        log.error("the proxy cannot record turns: %s", error)
-        return 1
-    except OSError as error:
+    except (StoreError, OSError) as error:  # the messages name what to do
         log.error(
-            "the proxy cannot listen on %s, port %d: %s: pass another --port or --host, or end what listens "
-            "there",
-            settings.host,
-            settings.port,
-            error.strerror,
+            "the proxy cannot %s: %s", "listen" if isinstance(error, OSError) else "record turns", error
         )
         return 1
     if not (settings.asks_for_keys or settings.allow_anonymous or is_loopback(settings.host)):

@@ -42,10 +42,13 @@ async def bind(host: str, port: int) -> list[socket.socket]:
     """Bind the sockets of an address, before engines are asked and workers start. Nothing listens yet.
 
     Raises:
-        OSError: an address is taken, or is none of this machine.
+        OSError: an address is taken, or is none of this machine; the message says what to do.
     """
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(asyncio.Protocol, host, port, start_serving=False)
+    try:
+        server = await loop.create_server(asyncio.Protocol, host, port, start_serving=False)
+    except OSError as error:
+        raise OSError(f"{host}, port {port}: {error.strerror}: pass another --port or --host") from error
     sockets = [bound.dup() for bound in server.sockets]
     server.close()
     return sockets

@@ -11,11 +11,10 @@ from fastapi import FastAPI
 from msgspec.structs import replace
 
 from chat_tokenizer import ChatTokenizer
-from tokenproxy.app.app import make_services
+from tokenproxy.app.app import guard, make_services
 from tokenproxy.app.server import Server, server_config
 from tokenproxy.app.start import bind, try_store
-from tokenproxy.base.errors import Unsupported, UsageError
-from tokenproxy.base.types import Scope
+from tokenproxy.base.errors import Unsupported
 from tokenproxy.engine.discovery import Capabilities
 from tokenproxy.fleet.fleet import Fleet
 from tokenproxy.fleet.model import FleetModel
@@ -26,14 +25,11 @@ from tokenproxy.record.turn import Turn
 from tokenproxy.settings import Settings
 from tokenproxy.store.guarded import GuardedStore
 from tokenproxy.store.urls import make_store, place
-from tokenproxy.turn.services import RunningRequests, Services
-from tokenproxy.web.auth import NoKeys
+from tokenproxy.turn.services import RunningRequests
 from tokenproxy.web.credentials import tenant_in_scope
-from tokenproxy.web.gate import Gate
 from tokenproxy.web.routes import all_routes, mount
 
 _TENANT = re.compile("(?<=^[0-9a-f]{32})=2F")
-_NO_TOKENIZER = Unsupported("pass --tokenizer MODEL to see the texts of the ids")
 
 
 class _EveryTenant(GuardedStore):
@@ -62,14 +58,11 @@ def serve_store(settings: Settings, tokenizer: ChatTokenizer | None) -> int:
     """Serve the viewer of the store of some settings until a signal arrives; returns the exit code.
 
     Raises:
-        UsageError: the port is taken.
         StoreError: the store cannot be read.
+        OSError: the port is taken.
     """
     asyncio.run(try_store(settings))
-    try:
-        sockets = asyncio.run(bind(settings.host, settings.port))
-    except OSError as error:
-        raise UsageError(f"port {settings.port}: {error.strerror}: pass another --port") from error
+    sockets = asyncio.run(bind(settings.host, settings.port))
     url = f"http://{settings.host}:{sockets[0].getsockname()[1]}/viewer"
     running = RunningRequests()
     server = Server(server_config(settings, running, app=create_view_app(settings, tokenizer)), running, 0, 1)
@@ -80,26 +73,21 @@ def serve_store(settings: Settings, tokenizer: ChatTokenizer | None) -> int:
 
 def create_view_app(settings: Settings, tokenizer: ChatTokenizer | None) -> FastAPI:
     """The application with the routes of the viewer alone, which change nothing."""
-    metrics, routes = Metrics(), all_routes()
-    services = make_services(settings, Fleet([]), metrics)
-    store = make_store(settings.store, Limits())
-    services.store = _EveryTenant(store, metrics, required=True)
-    problem = None if tokenizer else _NO_TOKENIZER
+    metrics = Metrics()
+    observer, services = Observer(metrics), make_services(settings, Fleet([]), metrics)
+    services.store = store = _EveryTenant(make_store(settings.store, Limits()), metrics, required=True)
+    problem = None if tokenizer else Unsupported("pass --tokenizer MODEL to see the texts of the ids")
     services.fleet.model = FleetModel(Capabilities("", None, (), None), tokenizer, problem)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await services.store.open()
+        await store.open()
         yield
-        await services.store.aclose()
-
-    def services_of(scope: Scope) -> Services:
-        return services
+        await store.aclose()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
-    others = [route.path for route in routes if not route.path.startswith("/viewer")]
-    mount(app, services_of, tenant_in_scope, Observer(metrics), inside_vllm=False, disabled=others)
-    app.add_middleware(NoKeys, loopback=True)
-    app.add_middleware(Gate, routes=routes, loopback=True)
-    app.add_middleware(Monitor, observer=Observer(metrics))
+    others = [route.path for route in all_routes() if not route.path.startswith("/viewer")]
+    mount(app, lambda scope: services, tenant_in_scope, observer, inside_vllm=False, disabled=others)
+    guard(app, settings, None)
+    app.add_middleware(Monitor, observer=observer)
     return app

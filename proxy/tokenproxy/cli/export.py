@@ -44,9 +44,7 @@ def run_export(options: argparse.Namespace) -> int:
     """
     suffix = Path(options.out).suffix
     if options.format is None and suffix not in ("", ".jsonl", ".parquet"):
-        raise UsageError(
-            f"no export has the suffix {suffix}: pass --out FILE.jsonl or FILE.parquet, or name a --format"
-        )
+        raise UsageError(f"no export is a {suffix}: pass --out FILE.jsonl or FILE.parquet, or a --format")
     parquet = options.format == "parquet" or (options.format is None and options.out.endswith(".parquet"))
     if options.follow and parquet:
         raise UsageError("--follow writes JSON lines: pass --out FILE.jsonl, or --format jsonl")

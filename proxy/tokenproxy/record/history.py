@@ -86,8 +86,4 @@ class History:
         evicted.report(self.metrics, "their last use was `store_max_age_s` ago")
         if evicted.fill >= ALMOST_FULL and not self._told_fill:
             self._told_fill = True
-            log.warning(
-                "the store holds %.0f %% of `store_max_bytes`: soon the rollouts used least recently are "
-                "evicted. Raise it, or export and delete rollouts",
-                100 * evicted.fill,
-            )
+            log.warning("the store holds 90 % of `store_max_bytes`: raise it, or rollouts are soon evicted")

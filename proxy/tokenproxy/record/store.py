@@ -273,13 +273,7 @@ class Evicted:
         """Count and log what left."""
         if self.rollouts:
             metrics.count_evicted(self.rollouts, self.undelivered)
-            log.warning(
-                "evicted %d rollouts (%d turns), %d of them unread by a consumer of the feed: %s",
-                self.rollouts,
-                self.turns,
-                self.undelivered,
-                reason,
-            )
+            log.warning("evicted %d rollouts (%d turns): %s", self.rollouts, self.turns, reason)
 
 
 class Store(Protocol):

@@ -105,7 +105,7 @@ class OneSession(SessionRoute):
             return {"agents": agents_of(found.turns, classes), "turns": shown, "next": following}
 
         refusals = await read_refusals(services.store, found.session.id)
-        session = {**_described(found.session), "reward": rewards.get(""), "refusals": refusals}
+        session = {**_described(found.session), "reward": rewards.get(""), **msgspec.structs.asdict(refusals)}
         return json_response({**session, **await services.encoders.run(tree)})
 
 
