@@ -185,7 +185,8 @@ class Recording:
             if placement.match.claimed and placement.match.turn is not None:
                 self._claims.keep(placement.match.turn.id)
         _tell_trace(turns, sampled)
-        evicted.report(metrics, FULL)
+        if evicted.rollouts:
+            evicted.report(metrics, FULL)
         for new in turns:
             metrics.turns(new.turn.finish_reason or "unknown", new.turn.problem or "none").inc()
             if new.cached is not None:
