@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from tokenproxy import __version__
 from tokenproxy.agents.flags import add_commands
 from tokenproxy.base.errors import UsageError, no_such
-from tokenproxy.base.urls import LOCAL_URL
+from tokenproxy.base.urls import LOCAL_URL, PORT
 from tokenproxy.cli.view_flags import add_view
 
 _DESCRIPTION = """\
@@ -319,7 +319,7 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--serve", action="store_true", help="only start the model and keep it running until Ctrl-C")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--port", type=int, default=0, help="port to listen on (default: a free one)")
+    add("--port", type=int, help=f"port to listen on (default: {PORT} with --serve, else a free one)")
     add("--url", metavar="URL", help="use a server that is already running")
     add("--api-server-count", type=int, default=2, metavar="N", help="API processes (default: %(default)s)")
     add("--log", type=Path, metavar="FILE", help="keep vLLM's log in this file")
@@ -392,7 +392,7 @@ def _demo(options: argparse.Namespace) -> int:
 
     return run_demo(
         host=options.host,
-        port=options.port,
+        port=options.port if options.port is not None else PORT if options.serve else 0,
         serve=options.serve,
         keep_log=options.log,
         api_server_count=options.api_server_count,
