@@ -1,6 +1,7 @@
 """Loads a tokenizer, its chat template, and the related fields of the model's configuration."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -48,24 +49,27 @@ def check_source(source: str) -> None:
     Raises:
         TokenizerUnavailable: `source` is written as a path, unlike NAME and OWNER/NAME, and does not exist.
     """
-    is_path = source.startswith(("/", ".", "~")) or source.count("/") > 1 or source.endswith(".jinja")
-    if is_path and not Path(source).exists():
+    if _is_path(source) and not Path(source).exists():
         raise TokenizerUnavailable(
             f"there is nothing at {source}: name a folder that exists, or a model of the hub as OWNER/NAME"
         )
 
 
 def is_here(source: str) -> bool:
-    """Whether a tokenizer is loaded without a download, which may take for ever where there is no network."""
-    if Path(source).exists():
-        return True
-    from huggingface_hub import try_to_load_from_cache
+    """Whether a tokenizer is loaded without a download, which may take for ever where there is no network.
 
+    It is in a folder, or in the cache of the hub, whose library takes too long to import for this question.
+    """
+    home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    cache = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
+    found = cache.glob(f"models--{source.replace('/', '--')}/snapshots/*/*.json")
     names = ("tokenizer.json", "tokenizer_config.json", NAME)
-    try:
-        return any(isinstance(try_to_load_from_cache(source, name), str) for name in names)
-    except ValueError:
-        return True  # no name of the hub: it is refused at once
+    return _is_path(source) or Path(source).exists() or any(file.name in names for file in found)
+
+
+def _is_path(source: str) -> bool:
+    """Whether it is written as a path, unlike NAME and OWNER/NAME."""
+    return source.startswith(("/", ".", "~")) or source.count("/") > 1 or source.endswith(".jinja")
 
 
 def _tokenizer(source: str, revision: str | None, trust_remote_code: bool) -> Any:

@@ -321,7 +321,7 @@ class Replica:
                     )
                 capabilities = await discover(self.questions)
             self.problem = f"the tokenizer for {self.name} is still loading"
-            is_here = await self._tokenizers.are_here(capabilities.model)
+            is_here = self._tokenizers.are_here(capabilities.model)
             await self._find_tokenizer(capabilities, TOKENIZER_TIMEOUT_S if is_here else 0.0)
         except TimeoutError:
             self.problem = f"{self.name} did not respond within {DISCOVERY_TIMEOUT_S:.0f} s"

@@ -80,10 +80,10 @@ class Tokenizers:
         self._examined: dict[int, ChatTokenizer] = {}
         self._by_engines: dict[bytes, tuple[ChatTokenizer, EngineRenderings]] = {}
 
-    async def are_here(self, model: Model | None) -> bool:
+    def are_here(self, model: Model | None) -> bool:
         """Whether the tokenizer of a model is loaded without a download, for which no prompt should wait."""
         source = self._source or (model.root if model else None)
-        return source is None or await asyncio.to_thread(is_here, source)
+        return source is None or is_here(source)
 
     async def find(self, engine: Engine, model: Model | None) -> ChatTokenizer:
         """The tokenizer of the model that an engine serves, compared with that engine.

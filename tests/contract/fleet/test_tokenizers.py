@@ -9,6 +9,7 @@ from tokenizers import normalizers
 from transformers import AutoTokenizer
 
 from chat_tokenizer import ChatTokenizer
+from chat_tokenizer.files import is_here
 from tests.support.fake_vllm import Canned, FakeVllm
 from tests.support.talk import CHAT, user
 from tests.support.tiny_model import CHATML, TinyModel
@@ -87,6 +88,18 @@ def test_end_of_the_process_does_not_wait_for_a_tokenizer_that_loads(
     monkeypatch.setattr(ChatTokenizer, "load", load)
     asyncio.run(stop_meanwhile())  # at its end it waits for threads that may not be left alone
     answers.set()
+
+
+def test_what_is_in_a_folder_or_in_the_hubs_cache_needs_no_download(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--of--a-hub" / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").touch()
+    assert [is_here(source) for source in (str(tmp_path), "/missing", "of/a-hub")] == [True, True, False]
+    (snapshot / "tokenizer.json").touch()
+    assert is_here("of/a-hub") and not is_here("of/another")
 
 
 def test_no_prompt_waits_for_a_download(monkeypatch: pytest.MonkeyPatch, mortal: FakeVllm) -> None:
