@@ -8,12 +8,13 @@ from collections.abc import Sequence
 
 from yarl import URL
 
-from tokenproxy.record.store import Limits, StoreError, StoreUnusable
+from tokenproxy.record.store import Limits, Store, StoreError, StoreUnusable
 from tokenproxy.settings import Settings, SettingsError
 from tokenproxy.store.guarded import START_S
 from tokenproxy.store.urls import make_store, place
 from tokenproxy.web.credentials import SINGLE_TENANT
 from tokenproxy.web.gate import is_loopback
+from tokenproxy.web.keys import read_keys
 
 log = logging.getLogger("tokenproxy")
 
@@ -61,22 +62,28 @@ async def try_store(settings: Settings) -> None:
         StoreError: the store is required and does not respond, or waiting for it does not help.
     """
     store = make_store(settings.store, Limits())
-    opening = asyncio.ensure_future(store.open())
+    opening = asyncio.ensure_future(_open(store, settings))
     await asyncio.wait({opening}, timeout=None if settings.store_required else START_S)
     if not opening.done():
         return
     try:
         opening.result()
-        if settings.asks_for_keys and await store.sessions(limit=1, tenant=SINGLE_TENANT):
-            log.warning(
-                "the store holds rollouts that were recorded without keys, which none of `api_key` reaches: "
-                "`tokenproxy key NAME --file FILE --tenant ''` makes a key for `api_key_file` that does"
-            )
     except StoreError as error:
         if settings.store_required or isinstance(error, StoreUnusable):
             raise
     else:
         await store.aclose()
+
+
+async def _open(store: Store, settings: Settings) -> None:
+    await store.open()
+    keys = read_keys(settings.api_key_file) if settings.api_key_file else []
+    reached = not settings.asks_for_keys or any(key.tenant == SINGLE_TENANT for key in keys)
+    if not reached and await store.sessions(limit=1, tenant=SINGLE_TENANT):
+        log.warning(
+            "the store holds rollouts that were recorded without keys, which no key of a client reaches: "
+            "`tokenproxy key NAME --file FILE --tenant ''` makes one for `api_key_file` that does"
+        )
 
 
 def announce(settings: Settings, sockets: Sequence[socket.socket]) -> None:
