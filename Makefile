@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help dev install demo serve test test-fast campaign coverage lint format templates bench clean
 
-PORT ?= 8000
+PORT ?= 8100
 ARGS ?=
 
 help:  ## this list
@@ -18,7 +18,7 @@ demo: install  ## start the small model, hold a conversation over several turns,
 	@exec .venv/bin/tokenproxy demo
 
 # exec: signals reach the server itself, and Ctrl-C waits for its orderly end.
-serve: install  ## serve the small model on PORT (8000) until Ctrl-C
+serve: install  ## serve the small model on PORT (8100) until Ctrl-C
 	@exec .venv/bin/tokenproxy demo --serve --port $(PORT)
 
 test: install  ## unit, contract and acceptance tests, the last on a real vLLM; four minutes

@@ -2,7 +2,7 @@
 # repository:
 #
 #     docker build -f docker/cpu.Dockerfile -t tokenproxy-cpu .
-#     docker run -p 8000:8000 tokenproxy-cpu
+#     docker run -p 8100:8100 tokenproxy-cpu
 FROM python:3.11-slim
 
 # vLLM for CPU links against libnuma.
@@ -15,6 +15,6 @@ COPY . .
 RUN PIP_NO_CACHE_DIR=1 scripts/install
 
 ENV PATH=/opt/tokenproxy/.venv/bin:$PATH
-EXPOSE 8000
+EXPOSE 8100
 ENTRYPOINT ["tokenproxy"]
-CMD ["demo", "--serve", "--host", "0.0.0.0", "--port", "8000"]
+CMD ["demo", "--serve", "--host", "0.0.0.0", "--port", "8100"]

@@ -1,7 +1,7 @@
 # vLLM for GPUs with tokenproxy inside it as an endpoint plugin. Build from the root of the repository:
 #
 #     docker build -f docker/vllm.Dockerfile -t tokenproxy-vllm .
-#     docker run --gpus all --ipc host -p 8000:8000 tokenproxy-vllm Qwen/Qwen3-0.6B --enable-auto-tool-choice ...
+#     docker run --gpus all --ipc host -p 8100:8100 tokenproxy-vllm Qwen/Qwen3-0.6B --enable-auto-tool-choice ...
 FROM vllm/vllm-openai:v0.32.0
 
 COPY . /opt/tokenproxy
@@ -10,6 +10,6 @@ COPY . /opt/tokenproxy
 RUN uv pip install --system --no-deps /opt/tokenproxy \
     && uv pip install --system 'httptools>=0.6' 'redis>=6' 'uvloop>=0.21'
 
-EXPOSE 8000
+EXPOSE 8100
 ENTRYPOINT ["tokenproxy", "vllm"]
 CMD ["Qwen/Qwen3-0.6B", "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-prompt-tokens-details"]

@@ -35,7 +35,7 @@ PROMPT_HEADERS = ("source", "reason", "reused", "appended")
 def main() -> int:
     """Run the agent: returns 0 after a complete run, 1 if the server refuses, 2 if none responds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="server, without /v1 (%(default)s)")
+    parser.add_argument("--url", default="http://127.0.0.1:8100", help="server, without /v1 (%(default)s)")
     parser.add_argument("--model", default="smollm2", help="name that GET /v1/models lists (%(default)s)")
     parser.add_argument("--stream", action="store_true", help="request streams")
     parser.add_argument(

@@ -33,7 +33,7 @@ ROW = "{:>4} {:>7} {:>7} {:>9} {:>8}  {}"
 def main() -> int:
     """Play one game; returns 0 when it is over, 1 if the server refuses, 2 if none responds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="server, without /v1 (%(default)s)")
+    parser.add_argument("--url", default="http://127.0.0.1:8100", help="server, without /v1 (%(default)s)")
     parser.add_argument("--model", default="smollm2", help="name that GET /v1/models lists (%(default)s)")
     parser.add_argument("--turns", type=int, default=5, help="maximum number of guesses (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the secret number (%(default)s)")

@@ -88,7 +88,7 @@ async def play(client: AsyncOpenAI, tokenizer: ChatTokenizer, model: str, turns:
 async def main() -> int:
     """Play the games: returns 0 when all are over, 1 on an error, 2 if no server responds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="server, without /v1 (%(default)s)")
+    parser.add_argument("--url", default="http://127.0.0.1:8100", help="server, without /v1 (%(default)s)")
     parser.add_argument("--model", default="smollm2", help="name that GET /v1/models lists (%(default)s)")
     parser.add_argument("--tokenizer", metavar="PATH", required=True, help="the model's folder or hub name")
     parser.add_argument("--games", type=int, default=4, help="number of concurrent games (%(default)s)")

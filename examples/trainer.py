@@ -25,7 +25,7 @@ ROW = "{:<14} {:>8} {:>6} {:>8} {:>7}"
 def main() -> int:
     """Train on some rollouts; returns 0 when it has them, 1 if the server refuses, 2 if none responds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="server, without /v1 (%(default)s)")
+    parser.add_argument("--url", default="http://127.0.0.1:8100", help="server, without /v1 (%(default)s)")
     parser.add_argument("--model", default="smollm2", help="name that GET /v1/models lists (%(default)s)")
     parser.add_argument("--rollouts", type=int, default=4, help="number of rollouts (%(default)s)")
     parser.add_argument("--turns", type=int, default=2, help="turns of each (%(default)s)")

@@ -17,6 +17,7 @@ from tokenproxy.cli.main import main
 from tokenproxy.settings import Settings
 
 Capture = pytest.CaptureFixture[str]
+_NO_CERTIFICATE = ("--tls-cert", __file__, "--tls-key", __file__)
 
 
 @pytest.fixture
@@ -60,6 +61,19 @@ def test_help(arguments: list[str], expected: list[str], capsys: Capture) -> Non
         (["serve", "--config", "missing.yaml"], "no settings file at missing.yaml"),
         (["serve", "--upstream", "localhost:8000"], "upstreams.*not an http"),
         (["serve", "--upstream", "http://a:1", "--chat-template", "missing.jinja"], "missing.jinja"),
+        (["serve", "--upstreams", "http://a:1"], "--upstreams: .*did you mean --upstream?"),
+        (["serve", "--prot=1"], "--prot=1: there is no such flag; did you mean --port?"),
+        (["view", "s", "--ulr", "http://a:1"], "did you mean --url?"),
+        (
+            ["serve", "--upstream", "http://localhost:8100"],
+            "http://localhost:8100 is the proxy's own address",
+        ),
+        (["serve", "--upstream", "http://a:1", "--tokenizer", "./nope"], "tokenizer: .*nothing at ./nope"),
+        (["serve", "--upstream", "http://a:1", *_NO_CERTIFICATE], "tls_cert: .*no PEM certificate"),
+        (["check", "org/model/nope"], "nothing at org/model/nope: name a folder"),
+        (["check", "nope.jinja"], "nothing at nope.jinja"),
+        (["serve", "--log-level", "loud"], "--log-level: invalid choice: 'loud'.*`tokenproxy serve --help`"),
+        (["srve"], "invalid choice: 'srve'.*'serve'"),
     ],
 )
 def test_errors_are_one_line(
@@ -76,7 +90,7 @@ def test_errors_are_one_line(
     [
         (["--drain-s", "2.5"], "drain_s", 2.5),
         (["--api-key", "k1", "--api-key", "k,2"], "api_key", [SecretStr("k1"), SecretStr("k,2")]),
-        (["--tls-cert", __file__, "--tls-key", __file__], "tls_key", Path(__file__)),
+        (["--chat-template", __file__], "chat_template", Path(__file__)),
         (["--store-required"], "store_required", True),
         (["--model-alias", "haiku=a", "--model-alias", "*=b"], "model_aliases", ["haiku=a", "*=b"]),
     ],
@@ -97,9 +111,9 @@ def test_flags_of_every_kind_arrive(
 def test_a_proxy_without_keys_beyond_loopback_warns(
     flags: list[str], warned: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("uvicorn.Server.run", lambda server: None)
+    monkeypatch.setattr("uvicorn.Server.run", lambda server, sockets: None)
     monkeypatch.setattr("tokenproxy.app.server.configure_logs", lambda level, form: None)
-    assert main(["serve", "--upstream", "http://a:1", "--store", "memory:", *flags]) == 1
+    assert main(["serve", "--upstream", "http://a:1", "--port", "0", "--store", "memory:", *flags]) == 1
     assert ["--api-key KEY" in message for message in caplog.messages if "no keys" in message] == [
         True
     ] * warned

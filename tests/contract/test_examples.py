@@ -45,7 +45,7 @@ def test_help_shows_description_flags_and_defaults(
     shown = capsys.readouterr().out
     assert set(re.findall(r"(?m)^  (?:-h, )?(--\w+)", shown)) == _FLAGS[name] | {"--help"}
     description = ast.get_docstring(ast.parse((_FOLDER / name).read_text()))
-    for words in (str(description), "http://127.0.0.1:8000", "smollm2"):
+    for words in (str(description), "http://127.0.0.1:8100", "smollm2"):
         assert words in shown
 
 

@@ -55,12 +55,13 @@ def test_memory_store_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "`store: memory:`" in error and "--workers 1" in error
 
 
-def test_taken_port_is_one_error(store: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_taken_port_is_one_error(store: str, caplog: pytest.LogCaptureFixture, workers: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert run(Settings(upstreams=[_ENGINE], port=port, workers=2, store=store)) == 1
+        assert run(Settings(upstreams=[_ENGINE], port=port, workers=workers, store=store)) == 1
     [record] = [each for each in caplog.records if (each.name, each.levelname) == ("tokenproxy", "ERROR")]
-    assert str(port) in record.getMessage() and "in use" in record.getMessage()
+    assert str(port) in record.getMessage() and "in use: pass another --port" in record.getMessage()
 
 
 def test_worker_that_does_not_start_ends_the_start(

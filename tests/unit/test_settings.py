@@ -44,6 +44,10 @@ def test_an_unknown_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("TOKENPROXY_NO_SUCH_SETTING", "1")
     with pytest.raises(SettingsError, match=r"^TOKENPROXY_NO_SUCH_SETTING: there is no such setting"):
         load_settings()
+    monkeypatch.delenv("TOKENPROXY_NO_SUCH_SETTING")
+    monkeypatch.setenv("TOKENPROXY_PROT", "1")
+    with pytest.raises(SettingsError, match=r"did you mean TOKENPROXY_PORT\?"):
+        load_settings()
 
 
 @pytest.mark.parametrize(
@@ -67,7 +71,12 @@ def test_errors_name_the_setting(flags: dict[str, Any], name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "content, complaint", [("prot: 1", "prot"), ("port: [1", "settings.yaml"), ("- port", "settings.yaml")]
+    "content, complaint",
+    [
+        ("prot: 1", r"^prot in \S+settings.yaml: there is no such setting; did you mean port\?"),
+        ("port: [1", "settings.yaml"),
+        ("- port", "settings.yaml"),
+    ],
 )
 def test_errors_in_the_file(file: Path, content: str, complaint: str) -> None:
     file.write_text(content)

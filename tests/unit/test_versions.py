@@ -2,9 +2,10 @@
 
 import os
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from fastapi import FastAPI
@@ -20,9 +21,18 @@ from tokenproxy.engine.versions import (
     command_line,
     put_first,
 )
+from tokenproxy.settings import Settings
 
 Modules = dict[str, dict[str, object]]
-_COMMAND = SimpleNamespace(name="serve", subparser_init=lambda parsers: parsers.add_parser("serve"))
+
+
+def _serve(parsers: Any) -> ArgumentParser:
+    parser: ArgumentParser = parsers.add_parser("serve")
+    parser.add_argument("--port", type=int, default=8000)
+    return parser
+
+
+_COMMAND = SimpleNamespace(name="serve", subparser_init=_serve)
 _COMMON: Modules = {
     "vllm": {"__version__": "0.99.0"},
     "vllm.plugins": {"ENDPOINT_PLUGINS_GROUP": PLUGIN_GROUP},
@@ -81,7 +91,9 @@ def test_the_command_line_of_each_release_is_found(
     line = command_line(plugin=True)
     assert line.command is _COMMAND
     assert os.environ[_STARTUP] == environment
-    assert line.parser.parse_args(["serve"]).subparser == "serve"
+    assert line.parser.parse_args(["serve"]) == Namespace(subparser="serve", port=Settings().port)
+    assert line.parser.parse_args(["serve", "--port", "1"]).port == 1
+    assert command_line(plugin=False).parser.parse_args(["serve"]).port == 8000
     assert line.configure_logging("flags") == logging
 
 

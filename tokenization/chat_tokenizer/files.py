@@ -1,6 +1,7 @@
 """Loads a tokenizer, its chat template, and the related fields of the model's configuration."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ def load_files(
         the transformers tokenizer with its chat template, if it has one, the size of the vocabulary, and the
         ids that end a turn: the tokenizer's EOS, and `eos_token_id` of the generation config.
     """
+    check_source(source)
     tokenizer = _tekken(source, revision) if tekken else _tokenizer(source, revision, trust_remote_code)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
@@ -39,6 +41,35 @@ def load_files(
     stops = stops if isinstance(stops, list) else [stops]
     stop_ids = frozenset(stop for stop in [tokenizer.eos_token_id, *stops] if isinstance(stop, int))
     return tokenizer, max([len(tokenizer), *sizes]), stop_ids
+
+
+def check_source(source: str) -> None:
+    """Refuse a path at which nothing is, before a hub is asked for a model of that name.
+
+    Raises:
+        TokenizerUnavailable: `source` is written as a path, unlike NAME and OWNER/NAME, and does not exist.
+    """
+    if _is_path(source) and not Path(source).exists():
+        raise TokenizerUnavailable(
+            f"there is nothing at {source}: name a folder that exists, or a model of the hub as OWNER/NAME"
+        )
+
+
+def is_here(source: str) -> bool:
+    """Whether a tokenizer is loaded without a download, which may take for ever where there is no network.
+
+    It is in a folder, or in the cache of the hub, whose library takes too long to import for this question.
+    """
+    home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    cache = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
+    found = cache.glob(f"models--{source.replace('/', '--')}/snapshots/*/*.json")
+    names = ("tokenizer.json", "tokenizer_config.json", NAME)
+    return _is_path(source) or Path(source).exists() or any(file.name in names for file in found)
+
+
+def _is_path(source: str) -> bool:
+    """Whether it is written as a path, unlike NAME and OWNER/NAME."""
+    return source.startswith(("/", ".", "~")) or source.count("/") > 1 or source.endswith(".jinja")
 
 
 def _tokenizer(source: str, revision: str | None, trust_remote_code: bool) -> Any:

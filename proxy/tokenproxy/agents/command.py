@@ -16,7 +16,7 @@ from tokenproxy.agents.child import NOT_EXECUTABLE, NOT_FOUND, Ended, run_child
 from tokenproxy.agents.programs import PROGRAMS, Target, Variables, variables_for
 from tokenproxy.agents.report import table
 from tokenproxy.base.errors import UsageError
-from tokenproxy.base.urls import normalise_base_url
+from tokenproxy.base.urls import LOCAL_URL, normalise_base_url
 from tokenproxy.client import (
     AccessDenied,
     Client,
@@ -24,6 +24,7 @@ from tokenproxy.client import (
     ModelInfo,
     NoResponse,
     ProxyError,
+    SessionInfo,
     UnknownResource,
     UnreadableResponse,
 )
@@ -63,7 +64,7 @@ def run_command(options: argparse.Namespace) -> int:
     with _connected(options) as client:
         target = _target(options, client, name)
         _save_session(options, client, name)
-        before = _turn_ids(options, client, name) if options.session else set()
+        before = _earlier(options, client, name) if options.session else None
         environment = _environment(_variables(options.programs or _programs_of(command), target))
         _say(f"session {name} of {target.url}, model {target.model}")
         ended = _run(command, environment)
@@ -73,7 +74,7 @@ def run_command(options: argparse.Namespace) -> int:
 
 def _connected(options: argparse.Namespace) -> Client:
     """A client of the proxy. Environment variables for HTTP proxies do not apply. Raises UsageError."""
-    url = options.url or os.environ.get("TOKENPROXY_URL") or "http://127.0.0.1:8100"
+    url = options.url or os.environ.get("TOKENPROXY_URL") or LOCAL_URL
     try:
         options.url = normalise_base_url(url)
     except ValueError as error:
@@ -129,14 +130,14 @@ def _condition(text: str) -> tuple[str, str]:
     return key, value
 
 
-def _turn_ids(options: argparse.Namespace, client: Client, name: str) -> set[str]:
-    """The turns that a session holds already; none if it may not be read. Raises UsageError."""
+def _earlier(options: argparse.Namespace, client: Client, name: str) -> SessionInfo | None:
+    """What a session holds already; None if it may not be read. Raises UsageError."""
 
-    def read() -> set[str]:
+    def read() -> SessionInfo | None:
         try:
-            return {turn["id"] for turn in client.session(name).turns}
+            return client.session(name)
         except AccessDenied:
-            return set()
+            return None
 
     return _ask(options, read)
 
@@ -149,7 +150,7 @@ def _ask(options: argparse.Namespace, call: Callable[[], T]) -> T:
     except (NoResponse, UnicodeError) as error:  # a host that no name server can be asked for
         raise UsageError(
             f"no proxy at {url}: start one with `tokenproxy serve --upstream URL` or "
-            "`tokenproxy vllm MODEL`, or pass --url URL"
+            f"`tokenproxy vllm MODEL`, or pass --url URL ({error})"
         ) from error
     except KeyRefused as error:
         raise UsageError(f"the proxy at {url} requires a key: pass --api-key KEY ({error})") from error
@@ -193,7 +194,9 @@ def _run(command: Sequence[str], environment: dict[str, str]) -> Ended:
         return Ended(NOT_FOUND if missing else NOT_EXECUTABLE, 0.0)
 
 
-def _report(options: argparse.Namespace, client: Client, name: str, before: set[str], ended: Ended) -> None:
+def _report(
+    options: argparse.Namespace, client: Client, name: str, earlier: SessionInfo | None, ended: Ended
+) -> None:
     """Print what was recorded, and set the reward. Whatever fails here, the command's exit code stays."""
     _say(f"the command ended with exit code {ended.code} after {ended.seconds:.1f} s")
     reward = None
@@ -208,13 +211,17 @@ def _report(options: argparse.Namespace, client: Client, name: str, before: set[
     except ProxyError as error:
         _say(f"what was recorded in session {name} is not known: {error}")
         return
+    before = {turn["id"] for turn in earlier.turns} if earlier else set()
     if session.turns:
         print(table(session, samples, before, reward), file=sys.stderr)
+    if refusals := session.refusals - (earlier.refusals if earlier else 0):
+        _say(f"{refusals} requests refused, the last one: {session.last_refusal}")
     if before.issuperset(turn["id"] for turn in session.turns):
-        _say(
-            "nothing was recorded: the command sent no request to the proxy, or none that succeeded. "
-            "`tokenproxy env openai` shows what it should read; the proxy's log shows what it sent"
-        )
+        if not refusals:
+            _say(
+                "nothing was recorded: the command sent no request to the proxy, or none that succeeded. "
+                "`tokenproxy env openai` shows what it should read; the proxy's log shows what it sent"
+            )
     elif reward is None:
         _say(f'set a reward: POST {options.url}/v1/sessions/{name}/reward {{"reward": 1.0}}')
 

@@ -9,6 +9,8 @@ from fastapi import FastAPI
 from prometheus_client import ProcessCollector
 from starlette.middleware.cors import CORSMiddleware
 
+from chat_tokenizer import TokenizerUnavailable
+from chat_tokenizer.files import check_source
 from tokenproxy import __version__
 from tokenproxy.base.http import Request, Response
 from tokenproxy.base.types import Scope
@@ -106,11 +108,12 @@ def check_settings(settings: Settings, processes: int) -> None:
         "store": lambda: make_store(settings.store, Limits()),
         "model_aliases": lambda: [parse_alias(alias) for alias in settings.model_aliases],
         "api_key_file": lambda: settings.api_key_file and read_keys(settings.api_key_file),
+        "tokenizer": partial(check_source, settings.tokenizer or ""),
     }
     for name, check in checks.items():
         try:
             check()
-        except ValueError as error:
+        except (ValueError, TokenizerUnavailable) as error:
             raise SettingsError(f"{name}: {error}") from error
     lends = lends_credentials(settings) and not settings.asks_for_keys
     if lends and not settings.allow_anonymous and not is_loopback(settings.host):
@@ -212,7 +215,7 @@ def create_app(
     credentials = EngineCredentials(send, lend=lend)
     endpoints = mount(app, services_of, _tenant_of(settings, credentials), observer, inside_vllm=False)
     app.add_middleware(DirectRoutes, endpoints=endpoints)  # the innermost: it gets requests that were checked
-    _guard(app, settings, key_file)
+    guard(app, settings, key_file)
     # added last, so that it is the outermost: it also observes the requests that the others refuse
     app.add_middleware(Monitor, observer=observer)
     return app
@@ -247,7 +250,7 @@ def _replica_maker(
     return make_replica
 
 
-def _guard(app: FastAPI, settings: Settings, key_file: KeyFile | None) -> None:
+def guard(app: FastAPI, settings: Settings, key_file: KeyFile | None) -> None:
     """Add the middlewares; the one added last gets a request first."""
     loopback = not settings.asks_for_keys and is_loopback(settings.host)
     if settings.asks_for_keys:

@@ -27,19 +27,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tokenproxy.app.app import create_app
+from tokenproxy.app.start import announce, bind, try_store
 from tokenproxy.app.workers.supervisor import END_S, run_workers
+from tokenproxy.base.types import ASGIApp
 from tokenproxy.monitoring.logs import configure_logs
 from tokenproxy.monitoring.metrics import Metrics
-from tokenproxy.record.store import Limits, StoreError, StoreUnusable
+from tokenproxy.record.store import StoreError
 from tokenproxy.settings import Settings
-from tokenproxy.store.guarded import START_S
-from tokenproxy.store.urls import make_store
 from tokenproxy.turn.services import RunningRequests
 from tokenproxy.web.gate import HEAD_LIMIT_BYTES, is_loopback
 
@@ -232,9 +233,12 @@ def run(settings: Settings) -> int:
     """Serve until a signal arrives; returns the exit code."""
     configure_logs(settings.log_level, settings.log_format)
     try:
-        asyncio.run(_try_store(settings))
-    except StoreError as error:
-        log.error("the proxy cannot record turns: %s", error)
+        asyncio.run(try_store(settings))
+        sockets = asyncio.run(bind(settings.host, settings.port))
+    except (StoreError, OSError) as error:  # the messages name what to do
+        log.error(
+            "the proxy cannot %s: %s", "listen" if isinstance(error, OSError) else "record turns", error
+        )
         return 1
     if not (settings.asks_for_keys or settings.allow_anonymous or is_loopback(settings.host)):
         log.warning(
@@ -245,24 +249,29 @@ def run(settings: Settings) -> int:
         )
     raise_file_limit()
     if settings.workers > 1:
-        return run_workers(settings)
+        return run_workers(settings, sockets)
     running = RunningRequests()
     server = Server(server_config(settings, running), running, settings.stop_delay_s, settings.drain_s)
-    server.run()
+    server.announce = partial(announce, settings, sockets)
+    server.run(sockets)
     return 0 if server.started else 1
 
 
 def server_config(
-    settings: Settings, running: RunningRequests, metrics: Metrics | None = None
+    settings: Settings,
+    running: RunningRequests,
+    metrics: Metrics | None = None,
+    app: ASGIApp | None = None,
 ) -> uvicorn.Config:
     """The configuration of uvicorn for the proxy's application.
 
     Args:
         metrics: the metrics of this process; None creates them.
+        app: another application.
     """
     gc.set_threshold(*GC_THRESHOLDS)
     return uvicorn.Config(
-        create_app(settings, running, metrics),
+        app or create_app(settings, running, metrics),
         host=settings.host,
         port=settings.port,
         log_level=settings.log_level,
@@ -291,6 +300,13 @@ class Server(uvicorn.Server):
         self._stop_delay_s = stop_delay_s
         self._drain_s = drain_s
         self._cut_now = False
+        self.announce: Callable[[], None] = lambda: None
+        """Called once it accepts connections."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start the application and the server."""
+        await super().startup(sockets)
+        self.announce()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -381,23 +397,3 @@ def _give_up() -> None:
     """End the process although a thread still works. The store is closed by then."""
     log.error("stopping: a thread still works, perhaps for a client that left: its work is given up")
     os._exit(1)
-
-
-async def _try_store(settings: Settings) -> None:
-    """Open the store and close it again, so that a problem is reported before a port is taken.
-
-    Raises:
-        StoreError: the store is required and does not respond, or waiting for it does not help.
-    """
-    store = make_store(settings.store, Limits())
-    opening = asyncio.ensure_future(store.open())
-    await asyncio.wait({opening}, timeout=None if settings.store_required else START_S)
-    if not opening.done():
-        return
-    try:
-        opening.result()
-    except StoreError as error:
-        if settings.store_required or isinstance(error, StoreUnusable):
-            raise
-    else:
-        await store.aclose()

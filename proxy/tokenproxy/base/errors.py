@@ -25,6 +25,9 @@
 The wire format is OpenAI's: `{"error": {"message", "type", "param", "code"}}`.
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 import msgspec
 
 _MESSAGE_CHARACTERS = 4000
@@ -33,6 +36,13 @@ _PARAM_CHARACTERS = 200
 
 class UsageError(Exception):
     """A command cannot run with these flags and settings; the message says what to do instead."""
+
+
+def no_such(kind: str, name: str, names: Iterable[str]) -> str:
+    """The end of the sentence about a setting or flag that does not exist, with the nearest that does."""
+    nearest = get_close_matches(name, names, n=1)
+    hint = f"did you mean {nearest[0]}?" if nearest else "`--help` and docs/settings.md list them"
+    return f"there is no such {kind}; {hint}"
 
 
 class ApiError(Exception):

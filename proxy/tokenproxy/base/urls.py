@@ -7,6 +7,9 @@ from pathlib import Path
 
 from yarl import URL
 
+PORT = 8100
+"""Where clients reach a proxy, in front of vLLM or inside it, unless it is told another port."""
+LOCAL_URL = f"http://127.0.0.1:{PORT}"
 DNS_SCHEME = "dns+http"
 """`dns+http://NAME:PORT` stands for one engine at each address of NAME."""
 ACTOR_SCHEME = "ray-actor"

@@ -29,7 +29,7 @@ from tokenproxy.samples.follow import Follower, end_last_line
 from tokenproxy.samples.layouts import LAYOUTS
 from tokenproxy.settings import load_settings
 from tokenproxy.store.sqlite import SqliteStore
-from tokenproxy.store.urls import make_store
+from tokenproxy.store.urls import make_store, place
 
 STDOUT = "-"
 _QUIET_S = 2.0
@@ -42,6 +42,9 @@ def run_export(options: argparse.Namespace) -> int:
     Raises:
         UsageError: the flags contradict each other; nothing was written.
     """
+    suffix = Path(options.out).suffix
+    if options.format is None and suffix not in ("", ".jsonl", ".parquet"):
+        raise UsageError(f"no export is a {suffix}: pass --out FILE.jsonl or FILE.parquet, or a --format")
     parquet = options.format == "parquet" or (options.format is None and options.out.endswith(".parquet"))
     if options.follow and parquet:
         raise UsageError("--follow writes JSON lines: pass --out FILE.jsonl, or --format jsonl")
@@ -64,6 +67,9 @@ def run_export(options: argparse.Namespace) -> int:
     except (StoreError, OSError) as error:
         print(f"tokenproxy: {error}", file=sys.stderr)
         return 1
+    if not report.rollouts:
+        store_url = load_settings(options.config, store=options.store).store
+        _say(f"the store is {place(store_url)}: pass --store URL for another")
     to_stdout = options.out == STDOUT
     print(table(report, "stdout" if to_stdout else options.out), file=sys.stderr if to_stdout else sys.stdout)
     return 0

@@ -2,14 +2,16 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tokenproxy import __version__
 from tokenproxy.agents.flags import add_commands
-from tokenproxy.base.errors import UsageError
+from tokenproxy.base.errors import UsageError, no_such
+from tokenproxy.base.urls import LOCAL_URL, PORT
 from tokenproxy.cli.view_flags import add_view
 
 _DESCRIPTION = """\
@@ -29,7 +31,7 @@ Token-exact multi-turn chat for vLLM: append to the ids the engine saw, never re
 
 _VLLM = """\
 Start vLLM with the token routes next to its OpenAI routes. Everything after `tokenproxy vllm` is given to
-`vllm serve` as it is, --api-server-count included.
+`vllm serve` as it is, --api-server-count included. Without --port it listens on 8100.
 
   tokenproxy vllm Qwen/Qwen3-0.6B --enable-auto-tool-choice --tool-call-parser hermes
   tokenproxy vllm --help=all       all flags of vLLM
@@ -149,9 +151,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+class _Parser(argparse.ArgumentParser):
+    """Takes no abbreviated flag: `--upstreams` would be `--upstreams-file`. Errors are one line."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """See `argparse.ArgumentParser.error`. The usage would be forty lines."""
+        raise UsageError(f"{message}: `{self.prog} --help` explains it")
+
+    def parse_known_args(self, *arguments: Any) -> Any:  # type: ignore[override]
+        """See `argparse.ArgumentParser`. Raises UsageError, which names the nearest flag."""
+        options, unknown = super().parse_known_args(*arguments)
+        if unknown:
+            flags = re.findall(r"--[\w-]+", self.format_usage())
+            raise UsageError(f"{unknown[0]}: {no_such('flag', unknown[0].partition('=')[0], flags)}")
+        return options, unknown
+
+
 def _parser(command: str) -> argparse.ArgumentParser:
     kind = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("tokenproxy", description=_DESCRIPTION, formatter_class=kind)
+    parser: argparse.ArgumentParser = _Parser(
+        prog="tokenproxy", description=_DESCRIPTION, formatter_class=kind
+    )
     parser.add_argument("--version", action="version", version=f"tokenproxy {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     commands.add_parser(
@@ -274,7 +297,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 def _add_top(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--url", default="http://127.0.0.1:8100", help="the proxy (default: %(default)s)")
+    add("--url", default=LOCAL_URL, help="the proxy (default: %(default)s)")
     add("--api-key", metavar="KEY", help="an API key of the proxy, to list its sessions")
     add("--interval", type=_positive, default=2.0, metavar="S", help="seconds between refreshes (default: 2)")
     add("--once", action="store_true", help="print it once")
@@ -301,7 +324,7 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--serve", action="store_true", help="only start the model and keep it running until Ctrl-C")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--port", type=int, default=0, help="port to listen on (default: a free one)")
+    add("--port", type=int, help=f"port to listen on (default: {PORT} with --serve, else a free one)")
     add("--url", metavar="URL", help="use a server that is already running")
     add("--api-server-count", type=int, default=2, metavar="N", help="API processes (default: %(default)s)")
     add("--log", type=Path, metavar="FILE", help="keep vLLM's log in this file")
@@ -321,6 +344,7 @@ def _vllm(arguments: list[str]) -> int:
 def _serve(options: argparse.Namespace) -> int:
     from tokenproxy.app.app import check_settings
     from tokenproxy.app.server import run
+    from tokenproxy.app.start import check_address
     from tokenproxy.settings import load_settings
 
     flags: dict[str, Any] = vars(options).copy()
@@ -328,6 +352,7 @@ def _serve(options: argparse.Namespace) -> int:
         flags.pop(name)
     settings = load_settings(options.config, **flags)
     check_settings(settings, settings.workers)
+    check_address(settings)
     if not settings.upstreams and settings.upstreams_file is None:
         raise UsageError(
             "no upstream configured: pass --upstream URL or --upstreams-file FILE, or set `upstreams` in "
@@ -372,7 +397,7 @@ def _demo(options: argparse.Namespace) -> int:
 
     return run_demo(
         host=options.host,
-        port=options.port,
+        port=options.port if options.port is not None else PORT if options.serve else 0,
         serve=options.serve,
         keep_log=options.log,
         api_server_count=options.api_server_count,

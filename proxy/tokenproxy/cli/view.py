@@ -12,8 +12,10 @@ from tqdm import tqdm
 from chat_tokenizer import ChatTokenizer, TokenizerUnavailable
 from tokenproxy.base.errors import BadRequest, UsageError
 from tokenproxy.cli.export import STDOUT, chosen_store
+from tokenproxy.monitoring.logs import configure_logs
 from tokenproxy.record.store import Store, StoreError
 from tokenproxy.samples.export import ExportRefused, chosen_rollouts, whole_file
+from tokenproxy.settings import Settings, load_settings
 from tokenproxy.viewer.exported import NotAnExport, read_export
 from tokenproxy.viewer.page import single_file
 from tokenproxy.viewer.recording import PageData, RecordedSession, add_recording
@@ -34,6 +36,8 @@ def run_view(options: argparse.Namespace) -> int:
     """
     _check_flags(options)
     try:
+        if options.serve:
+            return _serve(options)
         if options.url:
             names = [check_name(name, "SESSION") for name in options.target]
             data = page_from_server(options.url, options.api_key, _with_progress(names))
@@ -67,8 +71,29 @@ def _check_flags(options: argparse.Namespace) -> None:
         raise UsageError("--api-key is for a running proxy: pass --url too")
     if options.api_key and not (options.api_key.isascii() and options.api_key.isprintable()):
         raise UsageError("--api-key must be printable ASCII characters")
+    if options.serve and (options.url or options.output or len(options.target) > 1):
+        raise UsageError("--serve takes one store, and neither --url nor -o: leave out the rest")
+    if not options.serve and not options.target:
+        raise UsageError("no session: name one, or a file of `tokenproxy export`, or pass --serve to see all")
     if options.output in ("", STDOUT):
         raise UsageError("-o must name a file: the page is written to no other place")
+
+
+def _serve(options: argparse.Namespace) -> int:
+    """Serve the viewer of a store; what keys and other settings a proxy of it has does not matter."""
+    from tokenproxy.app.view_app import serve_store  # the web server takes long to import
+
+    for target in options.target:
+        options.store = target if ":" in target else f"sqlite:{target}"
+    chosen_store(options)
+    store = load_settings(options.config, store=options.store).store
+    settings = Settings(store=store, store_required=True, port=options.port)
+    configure_logs("warning", "text")
+    return serve_store(settings, _tokenizer(options))
+
+
+def _tokenizer(options: argparse.Namespace) -> ChatTokenizer | None:
+    return ChatTokenizer.load(options.tokenizer, _template(options)) if options.tokenizer else None
 
 
 def _default_name(targets: Sequence[str]) -> str:
@@ -77,9 +102,11 @@ def _default_name(targets: Sequence[str]) -> str:
 
 def _from_recordings(options: argparse.Namespace) -> PageData:
     """The data of sessions of a store, and of files that were exported."""
-    tokenizer = ChatTokenizer.load(options.tokenizer, _template(options)) if options.tokenizer else None
+    tokenizer = _tokenizer(options)
     files = [Path(target) for target in options.target if Path(target).is_file()]
     names = [target for target in options.target if not Path(target).is_file()]
+    if missing := [name for name in names if Path(name).suffix in (".jsonl", ".parquet")]:
+        raise UsageError(f"there is no file {missing[0]}: pass one of `tokenproxy export`, or a session's id")
     recordings = [recording for file in files for recording in read_export(file)]
     if names:
         recordings += asyncio.run(_read_store(chosen_store(options), names))

@@ -75,6 +75,10 @@ class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
     """In all its turns."""
     reward: float | None = None
     """Of the whole rollout."""
+    refusals: int = 0
+    """How many of its requests were refused, each within a day of the one before."""
+    last_refusal: str = ""
+    """Status and message of the last of them."""
     agents: list[dict[str, Any]] = []
     """As `GET /v1/sessions/{session}` returns them."""
     turns: list[dict[str, Any]] = []

@@ -126,7 +126,10 @@ class ConnectionPool:
                     "(ulimit -n), or send fewer requests at once",
                     code="out_of_sockets",
                 ) from error
-            raise EngineUnavailable(f"no engine responds at {self._name}: {error}") from error
+            hint = (
+                ": is it http://, or its certificate not trusted?" if isinstance(error, ssl.SSLError) else ""
+            )
+            raise EngineUnavailable(f"no engine responds at {self._name}: {error}{hint}") from error
 
 
 def _is_address(host: str) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tokenproxy.base.errors import UsageError
+from tokenproxy.base.urls import PORT
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -85,7 +86,9 @@ def command_line(*, plugin: bool) -> CommandLine:
         [command] = _attribute("vllm.entrypoints.cli.serve", "cmd_init")()
         _first(_ENVIRONMENT, "cli_env_setup")()
         parser = _attribute("vllm.utils.argparse_utils", "FlexibleArgumentParser")(description="vLLM CLI")
-        command.subparser_init(parser.add_subparsers(required=True, dest="subparser"))
+        serve = command.subparser_init(parser.add_subparsers(required=True, dest="subparser"))
+        if plugin:
+            serve.set_defaults(port=PORT)  # where `tokenproxy run`, `top` and the examples look for it
         return CommandLine(parser, command, _optional("vllm.logger", "configure_logging_from_args"))
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         if isinstance(error, ImportError) and not (error.name or "").startswith("vllm"):

@@ -35,7 +35,7 @@ DISCOVERY_TIMEOUT_S = 60.0
 HEALTH_TIMEOUT_S = 5.0
 """Also for another attempt to load the tokenizer, which health checks wait for."""
 TOKENIZER_TIMEOUT_S = 20.0
-"""Longer than it takes to load a tokenizer; a hub that does not respond must not block every request."""
+"""Longer than it takes to load a tokenizer of this machine. Nothing waits for one that is downloaded."""
 TOKENIZER_RETRY_S = 30.0
 """After loading failed, seconds until the next attempt: a hub may have been unreachable."""
 CONFIRM_TIMEOUT_S = 2.0
@@ -316,10 +316,13 @@ class Replica:
             async with asyncio.timeout(DISCOVERY_TIMEOUT_S):
                 if not await self._is_healthy(HEALTH_TIMEOUT_S):
                     self._missed()
-                    raise EngineUnavailable(f"{self.name} does not respond to /health")
+                    raise EngineUnavailable(
+                        f"{self.name} does not respond to /health: is this the base URL of a vLLM server?"
+                    )
                 capabilities = await discover(self.questions)
             self.problem = f"the tokenizer for {self.name} is still loading"
-            await self._find_tokenizer(capabilities, TOKENIZER_TIMEOUT_S)
+            is_here = self._tokenizers.are_here(capabilities.model)
+            await self._find_tokenizer(capabilities, TOKENIZER_TIMEOUT_S if is_here else 0.0)
         except TimeoutError:
             self.problem = f"{self.name} did not respond within {DISCOVERY_TIMEOUT_S:.0f} s"
         except ApiError as error:

@@ -20,6 +20,7 @@ from typing import Any
 
 from chat_tokenizer import ChatTokenizer, TokenizationError, TokenizerUnavailable
 from chat_tokenizer.cache import digest
+from chat_tokenizer.files import is_here
 from chat_tokenizer.messages import Message
 from chat_tokenizer.renderer import RenderOptions
 from chat_tokenizer.traits import ContentFormat
@@ -78,6 +79,11 @@ class Tokenizers:
         self._loading: dict[str, asyncio.Future[list[ChatTokenizer]]] = {}
         self._examined: dict[int, ChatTokenizer] = {}
         self._by_engines: dict[bytes, tuple[ChatTokenizer, EngineRenderings]] = {}
+
+    def are_here(self, model: Model | None) -> bool:
+        """Whether the tokenizer of a model is loaded without a download, for which no prompt should wait."""
+        source = self._source or (model.root if model else None)
+        return source is None or is_here(source)
 
     async def find(self, engine: Engine, model: Model | None) -> ChatTokenizer:
         """The tokenizer of the model that an engine serves, compared with that engine.

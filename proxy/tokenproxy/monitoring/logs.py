@@ -4,13 +4,14 @@ It needs only the standard library: structlog would replace the two formatters a
 one more dependency, and inside vLLM most loggers are not configured by it.
 """
 
+import io
 import logging
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TextIO, cast
 
 import msgspec
 
@@ -32,6 +33,23 @@ def configure_logs(level: str, form: Literal["text", "json"]) -> None:
     handler.addFilter(RepeatLimit())
     logging.basicConfig(level="INFO" if level == "debug" else level.upper(), handlers=[handler])
     logging.getLogger("tokenproxy").setLevel(level.upper())
+    if form == "json":
+        logging.captureWarnings(True)
+        logging.raiseExceptions = False  # else a handler that fails reports it on stderr, which is logged
+        sys.stderr = cast(TextIO, _LoggedLines())
+
+
+class _LoggedLines(io.TextIOBase):
+    """Stands for stderr, and logs each line: of libraries that write there with handlers of their own."""
+
+    _rest = ""
+
+    def write(self, text: str) -> int:
+        """Log the lines that are complete."""
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in filter(str.strip, lines):
+            logging.getLogger("stderr").warning("%s", line, extra={"left_out": 0})  # a traceback is whole
+        return len(text)
 
 
 class RequestFields(logging.Filter):

@@ -22,6 +22,8 @@ log = logging.getLogger("tokenproxy")
 
 EVICTION_INTERVAL_S = 60.0
 """Seconds between two searches for rollouts that are too old."""
+ALMOST_FULL = 0.9
+"""Share of `store_max_bytes` at which the log tells once that evictions are near."""
 
 
 class History:
@@ -57,6 +59,7 @@ class History:
         """Of the requests that run with an Idempotency-Key, by a digest of it: set when they end."""
         self.feed_watch = FeedWatch(store)
         self._finish_after_s = finish_after_s
+        self._told_fill = False
 
     async def open(self) -> None:
         """Open the store. Raises StoreError."""
@@ -80,6 +83,7 @@ class History:
     async def _evict_old(self) -> None:
         await asyncio.sleep(EVICTION_INTERVAL_S)
         evicted = await self.store.evict()
-        if evicted.rollouts:
-            self.metrics.count_evicted(evicted.rollouts, evicted.undelivered)
-            log.info("evicted %d old rollouts (%d turns)", evicted.rollouts, evicted.turns)
+        evicted.report(self.metrics, "their last use was `store_max_age_s` ago")
+        if evicted.fill >= ALMOST_FULL and not self._told_fill:
+            self._told_fill = True
+            log.warning("the store holds 90 % of `store_max_bytes`: raise it, or rollouts are soon evicted")

@@ -29,7 +29,7 @@ from tokenproxy.record.images import name_by_digest, placed_by_engine
 from tokenproxy.record.origin import origin_of
 from tokenproxy.record.plan import Placement, PromptPlan
 from tokenproxy.record.sent_back import other_forms
-from tokenproxy.record.store import IndexEntry, Store, StoreError
+from tokenproxy.record.store import FULL, IndexEntry, Store, StoreError
 from tokenproxy.record.turn import (
     PromptImage,
     Turn,
@@ -186,8 +186,7 @@ class Recording:
                 self._claims.keep(placement.match.turn.id)
         _tell_trace(turns, sampled)
         if evicted.rollouts:
-            metrics.count_evicted(evicted.rollouts, evicted.undelivered)
-            log.info("the store is full: evicted %d rollouts (%d turns)", evicted.rollouts, evicted.turns)
+            evicted.report(metrics, FULL)
         for new in turns:
             metrics.turns(new.turn.finish_reason or "unknown", new.turn.problem or "none").inc()
             if new.cached is not None:

@@ -16,7 +16,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from types import EllipsisType
 from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple, ParamSpec, Protocol, TypeVar
@@ -268,6 +268,10 @@ class Limits:
         return {RESPONSES: self.response_bytes, DOCUMENTS: self.document_bytes}.get(space, 2**62)
 
 
+FULL = "the store held more than `store_max_bytes`, which can be raised"
+"""Why `Store.add` evicts."""
+
+
 @dataclass(frozen=True, slots=True)
 class Evicted:
     """What left a store."""
@@ -277,6 +281,14 @@ class Evicted:
     size: int = 0
     undelivered: int = 0
     """Finished rollouts among them that a consumer of the feed has not acknowledged."""
+    fill: float = field(default=0.0, compare=False)
+    """Share of `Limits.max_bytes` that the store held before."""
+
+    def report(self, metrics: "Metrics", reason: str) -> None:
+        """Count and log what left."""
+        if self.rollouts:
+            metrics.count_evicted(self.rollouts, self.undelivered)
+            log.warning("evicted %d rollouts (%d turns): %s", self.rollouts, self.turns, reason)
 
 
 class Store(Protocol):

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tokenproxy.base.errors import UsageError
+from tokenproxy.base.errors import UsageError, no_such
 from tokenproxy.settings.groups import EngineSettings, PromptSettings, RecordingSettings, ServerSettings
 
 ENV_PREFIX = "TOKENPROXY_"
@@ -52,8 +52,12 @@ def load_settings(file: Path | None = None, **flags: Any) -> Settings:
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"]) or "settings"
-        problem = "there is no such setting" if first["type"] == "extra_forbidden" else first["msg"]
-        raise SettingsError(f"{name}: {problem}") from error
+        if first["type"] == "extra_forbidden":
+            place = f" in {file}" if file is not None and name not in flags else ""
+            raise SettingsError(
+                f"{name}{place}: {no_such('setting', name, Settings.model_fields)}"
+            ) from error
+        raise SettingsError(f"{name}: {first['msg'].removeprefix('Value error, ')}") from error
 
 
 def _environment() -> dict[str, str]:
@@ -66,7 +70,8 @@ def _environment() -> dict[str, str]:
         if name.lower() in Settings.model_fields:
             found[name.lower()] = value
         elif not _NO_SETTINGS.fullmatch(name):
-            raise SettingsError(f"{variable}: there is no such setting; docs/settings.md lists them")
+            variables = (f"{ENV_PREFIX}{field.upper()}" for field in Settings.model_fields)
+            raise SettingsError(f"{variable}: {no_such('setting', variable, variables)}")
     return found
 
 

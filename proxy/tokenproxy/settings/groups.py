@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self, get_origin
 from pydantic import BaseModel, Field, SecretStr, ValidationInfo, field_validator, model_validator
 
 from tokenproxy.base.request import ResumePolicy, ThinkingPolicy
-from tokenproxy.base.urls import normalise_upstream, read_upstreams
+from tokenproxy.base.urls import PORT, normalise_upstream, read_upstreams
 from tokenproxy.settings.flags import Flag
 
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9._-]+|[0-9A-Fa-f:]+")
@@ -117,7 +117,7 @@ class ServerSettings(_Group):
     """The address of the proxy, its API keys, what it accepts, how it stops, and its log."""
 
     host: str = Field(default="127.0.0.1", description="address to listen on")
-    port: int = Field(default=8100, ge=0, le=65535, description="port to listen on; 0 picks a free one")
+    port: int = Field(default=PORT, ge=0, le=65535, description="port to listen on; 0 picks a free one")
     workers: int = Field(
         default=1,
         ge=1,

@@ -43,9 +43,10 @@ async def evict(store: Evicting, own: str, too_old: float) -> Evicted:
     Args:
         own: evicted last, and only if it alone exceeds the limit.
     """
-    most, now, total = store.limits.max_bytes, time.time(), Evicted()
+    most, now = store.limits.max_bytes, time.time()
     read = await acknowledged_by_all(store)
     held = await store.held_bytes()
+    total = Evicted(fill=held / most)
     # below the limit, so that not every call evicts
     target = most * 9 // 10 if held > most else held
     own_session: Session | None = None
@@ -86,6 +87,7 @@ def _sum(first: Evicted, second: Evicted) -> Evicted:
         first.turns + second.turns,
         first.size + second.size,
         first.undelivered + second.undelivered,
+        max(first.fill, second.fill),
     )
 
 

@@ -27,6 +27,7 @@ from msgspec.structs import replace
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.store import (
     DOCUMENTS,
+    FULL,
     Before,
     Evicted,
     Found,
@@ -458,7 +459,7 @@ class GuardedStore:
             self._count_lost(turns, "refused")
             log.exception("a turn of %s is lost", session.id)
         else:
-            self._metrics.count_evicted(evicted.rollouts, evicted.undelivered)
+            evicted.report(self._metrics, FULL)
         del self._backlog.records[turns[0].id]
         return None
 

@@ -1,5 +1,6 @@
 """Which store a URL means."""
 
+import re
 from pathlib import Path
 
 from tokenproxy.record.store import Limits, Store
@@ -38,6 +39,12 @@ def make_store(url: str, limits: Limits) -> Store:
         return RedisStore(f"{_REDIS[scheme]}:{rest}", limits)
     forms = "; ".join(f"{form} ({meaning})" for form, meaning in STORE_URLS.items())
     raise ValueError(f"no store has a URL like '{scheme}{colon}{'...' if rest else ''}'. There are: {forms}")
+
+
+def place(url: str) -> str:
+    """Where a store is, for people: its file, or its servers without user, password and options."""
+    scheme, _, rest = url.partition(":")
+    return str(_path(rest)) if scheme == "sqlite" else re.sub("//.*@", "//", url).partition("?")[0]
 
 
 def _path(rest: str) -> Path | None:

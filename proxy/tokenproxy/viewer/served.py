@@ -8,7 +8,10 @@ import httpx
 import msgspec
 
 from tokenproxy.base.urls import normalise_base_url
+from tokenproxy.engine.protocol import error_text
 from tokenproxy.viewer.recording import Leaf, PageData
+
+_HINTS = {401: ": pass --api-key KEY", 404: ": is this a proxy, and the session one of its?"}
 
 
 class ViewError(Exception):
@@ -53,5 +56,6 @@ def _get(client: httpx.Client, path: str) -> bytes:
     except httpx.HTTPError as error:
         raise ViewError(f"no proxy responds at {client.base_url}: {error}") from error
     if response.status_code != 200:
-        raise ViewError(f"{client.base_url} answered {response.status_code} to {path}: {response.text[:300]}")
+        status, text = response.status_code, error_text(response.content)
+        raise ViewError(f"{client.base_url} answered {status} to {path}: {text}{_HINTS.get(status, '')}")
     return response.content

@@ -26,7 +26,7 @@ import msgspec
 import yaml
 
 from tokenproxy.base.errors import UsageError
-from tokenproxy.web.credentials import tenant_of_key
+from tokenproxy.web.credentials import SINGLE_TENANT, tenant_of_key
 
 SCOPES_KEY = "tokenproxy.scopes"
 """Key of the ASGI scope with the scopes of a request's client."""
@@ -98,6 +98,7 @@ CHECK_S = 1.0
 
 _NAME = "[A-Za-z0-9._~@+-]{1,100}"
 _Name = Annotated[str, msgspec.Meta(pattern=rf"^{_NAME}\Z")]
+_Tenant = Annotated[str, msgspec.Meta(pattern=rf"^({_NAME})?\Z")]
 _FORMAT = "a list of keys, each with `name`, `id`, `sha256` and `scopes`; `tokenproxy key` writes one"
 
 
@@ -114,9 +115,10 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
     """Digest of the whole key, in hexadecimal."""
     scopes: Annotated[list[KeyScope], msgspec.Meta(min_length=1)]
-    tenant: _Name | None = None
+    tenant: _Tenant | None = None
     """The tenant whose recordings the key reaches; by default its name. So a key and its successor of the
-    same name are one tenant, and so are keys of different names that share a `tenant`."""
+    same name are one tenant, and so are keys of different names that share a `tenant`. Empty for what was
+    recorded without a key."""
     created: date | None = None
 
 
@@ -136,7 +138,7 @@ def new_key(
     Raises:
         KeyFileError: the name or tenant is not 1 to 100 letters, digits or . _ ~ @ + -
     """
-    for field, value in (("name", name), ("tenant", name if tenant is None else tenant)):
+    for field, value in (("name", name), ("tenant", tenant or name)):
         if not re.fullmatch(_NAME, value):
             raise KeyFileError(f"the {field} of a key must be 1 to 100 letters, digits or . _ ~ @ + -")
     identity = f"tp-{secrets.token_hex(4)}"
@@ -237,7 +239,9 @@ class KeyFile:
         self._keys = {
             entry.id: (
                 bytes.fromhex(entry.sha256),
-                ApiKey(_tenant(entry.tenant or entry.name), frozenset(entry.scopes)),
+                ApiKey(
+                    _tenant(entry.name if entry.tenant is None else entry.tenant), frozenset(entry.scopes)
+                ),
             )
             for entry in entries
         }
@@ -245,7 +249,7 @@ class KeyFile:
 
 def _tenant(name: str) -> str:
     """The tenant of a named key. No header can hold a NUL, so it differs from those of plain keys."""
-    return tenant_of_key(b"name\0" + name.encode())
+    return tenant_of_key(b"name\0" + name.encode()) if name else SINGLE_TENANT
 
 
 def _stamp(path: Path) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from tokenproxy.base.errors import BadRequest
 from tokenproxy.base.fields import NULL, decode, join, parse, raw_value, read
 from tokenproxy.base.http import Request, Response, json_response, query_value
 from tokenproxy.base.types import Fields
+from tokenproxy.record.refusals import read_refusals
 from tokenproxy.record.session_rules import SessionRules
 from tokenproxy.record.store import DESCRIPTION, MAX_DESCRIPTION_BYTES, Cause, Session, session_id
 from tokenproxy.record.turn import Turn, new_id, unpack_alternatives, unpack_ids, unpack_logprobs
@@ -89,7 +90,7 @@ class OneSession(SessionRoute):
         return json_response({"id": name, "object": "session", "deleted": True})
 
     async def show(self, request: Request, services: Services, found: RecordedSession) -> Response:
-        """GET: the description, `reward`, `agents`, and `turns` in order.
+        """GET: the description, `reward`, `refusals`, `agents`, and `turns` in order.
 
         `?ids=true` adds ids. `?limit=&after=`: that many turns after the turn `after`; `next` is the last of
         them while more follow. A slow reader holds no more of a large session than one such page.
@@ -107,7 +108,8 @@ class OneSession(SessionRoute):
             following = page[-1].id if more else None
             return {"agents": agents_of(found.turns, classes), "turns": shown, "next": following}
 
-        session = {**_described(found.session), "reward": rewards.get("")}
+        refusals = await read_refusals(services.store, found.session.id)
+        session = {**_described(found.session), "reward": rewards.get(""), **msgspec.structs.asdict(refusals)}
         return json_response({**session, **await services.encoders.run(tree)})
 
 

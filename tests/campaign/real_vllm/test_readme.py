@@ -13,7 +13,7 @@ _ROOT = Path(__file__).parents[3]
 _PAGES = ("README", *(f"docs/{name}" for name in ("conversations", "messages", "responses", "routes")))
 _TEXT = "".join((_ROOT / f"{page}.md").read_text() for page in _PAGES)
 _BLOCKS = [
-    block for block in re.findall(r"```python\n(.*?)```", _TEXT, re.DOTALL) if "127.0.0.1:8000" in block
+    block for block in re.findall(r"```python\n(.*?)```", _TEXT, re.DOTALL) if "127.0.0.1:8100" in block
 ]
 
 
@@ -23,7 +23,7 @@ def test_there_are_examples() -> None:
 
 @pytest.mark.parametrize("block", _BLOCKS)
 def test_examples_run(server: Server, block: str) -> None:
-    exec(compile(block.replace("http://127.0.0.1:8000", server.url), "README.md", "exec"), {})
+    exec(compile(block.replace("http://127.0.0.1:8100", server.url), "README.md", "exec"), {})
 
 
 @only_inside

@@ -58,7 +58,14 @@ def urls(served: tuple[FakeVllm, httpx.Client]) -> Iterator[dict[str, str]]:
     with held_port() as port:
         nothing = f"http://127.0.0.1:{port}"
         with run_app(Settings(upstreams=[nothing], store="memory:")) as no_engine:
-            yield {"NOTHING": nothing, "ENGINE": served[0].url, "NO_ENGINE": str(no_engine.base_url)}
+            engine = served[0].url
+            https = engine.replace("http:", "https:")
+            yield {
+                "NOTHING": nothing,
+                "ENGINE": engine,
+                "HTTPS": https,
+                "NO_ENGINE": str(no_engine.base_url),
+            }
 
 
 def _agent(code: int, *texts: str) -> list[str]:
@@ -114,6 +121,18 @@ def test_a_session_goes_on(
     assert (sent["max_tokens"], sent["temperature"]) == (5, 0.5)
 
 
+def test_refusals_are_told_in_place_of_nothing(proxy: httpx.Client, capfd: Capture) -> None:
+    """Those of this command alone, with their reason."""
+    too_long = _agent(0, "Hi " * 9000)
+    for count, command in ((1, too_long), (2, ["sh", "-c", '"$@"; "$@"', "sh", *too_long])):
+        assert main(["run", "--session", "refused", "--", *command]) == 1
+        printed = capfd.readouterr().err
+        told = rf"{count} requests refused, the last one: 400 This model's maximum context length is 4096 "
+        assert re.search(told, printed) and "nothing was recorded" not in printed
+    assert main(["run", "--session", "refused", "--", *_agent(0, "Hi")]) == 0
+    assert "requests refused" not in capfd.readouterr().err
+
+
 def test_stdin_and_stdout_are_the_commands_own(proxy: httpx.Client) -> None:
     command = [sys.executable, "-m", "tokenproxy", "run", "--", "cat"]
     root = Path(__file__).parents[3]
@@ -164,6 +183,7 @@ def test_env_is_sourced(proxy: httpx.Client, capsys: Capture, program: str) -> N
         ("run --session a,b -- true", r"refused: `id` must be"),
         ("run --metadata task -- true", r"--metadata must be KEY=VALUE"),
         ("run --url NOTHING -- true", r"no proxy at http://127.0.0.1:\d+: start one"),
+        ("run --url HTTPS -- true", r"no proxy at https://127.*SSL"),
         ("run --url ENGINE -- true", r"is no tokenproxy: pass --url URL"),
         ("run --url NO_ENGINE -- true", r"refused"),
         ("env claude --max-tokens 5", r"add --session NAME"),

@@ -9,9 +9,11 @@ from tokenizers import normalizers
 from transformers import AutoTokenizer
 
 from chat_tokenizer import ChatTokenizer
+from chat_tokenizer.files import is_here
 from tests.support.fake_vllm import Canned, FakeVllm
+from tests.support.talk import CHAT, user
 from tests.support.tiny_model import CHATML, TinyModel
-from tests.support.utils import run_proxy
+from tests.support.utils import run_app, run_proxy, wait_until
 from tokenproxy.base.errors import EngineBroken, RendererUnavailable, Unsupported
 from tokenproxy.engine.discovery import Model
 from tokenproxy.engine.http import HttpEngine
@@ -19,6 +21,7 @@ from tokenproxy.engine.protocol import EngineWithCredential
 from tokenproxy.fleet.replica import Replica
 from tokenproxy.fleet.tokenizers import Tokenizers
 from tokenproxy.monitoring.metrics import Metrics
+from tokenproxy.settings import Settings
 
 _MISSING = Model("tiny", "/no/such/folder", None)
 
@@ -85,6 +88,36 @@ def test_end_of_the_process_does_not_wait_for_a_tokenizer_that_loads(
     monkeypatch.setattr(ChatTokenizer, "load", load)
     asyncio.run(stop_meanwhile())  # at its end it waits for threads that may not be left alone
     answers.set()
+
+
+def test_what_is_in_a_folder_or_in_the_hubs_cache_needs_no_download(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--of--a-hub" / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").touch()
+    assert [is_here(source) for source in (str(tmp_path), "/missing", "of/a-hub")] == [True, True, False]
+    (snapshot / "tokenizer.json").touch()
+    assert is_here("of/a-hub") and not is_here("of/another")
+
+
+def test_no_prompt_waits_for_a_download(monkeypatch: pytest.MonkeyPatch, mortal: FakeVllm) -> None:
+    """A machine without a network may wait for it for ever. The tokenizer is used once it is there."""
+    answers, load = threading.Event(), ChatTokenizer.load
+
+    def download(source: str, **options: Any) -> ChatTokenizer:
+        answers.wait(20)
+        return load(mortal.model.folder, **options)
+
+    monkeypatch.setattr(ChatTokenizer, "load", download)
+    mortal.root = "of/a-hub"
+    settings = Settings(upstreams=[mortal.url], store="memory:", watch_interval_s=0.05)
+    with run_app(settings) as client:
+        answer = client.post(CHAT, json={"messages": [user("Hi")]})
+        assert (answer.status_code, answers.is_set()) == (200, False)
+        answers.set()
+        wait_until(lambda: client.get("/ready").json()["engines"][0]["append"] == "ready")
 
 
 @pytest.mark.parametrize(

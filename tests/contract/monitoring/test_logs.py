@@ -6,16 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
-from tests.support.fake_vllm import Canned, FakeVllm, Reply
+from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.serve_process import ServeProcess
 from tests.support.talk import CHAT
 
 _HI = {"messages": [{"role": "user", "content": "Hi"}], "model": "tiny"}
 
 
-def test_json_lines_and_the_access_log(mortal: FakeVllm, tmp_path: Path) -> None:
-    mortal.canned["/v1/models"] = Canned(b'{"data": []}')  # no model, no tokenizer to load
+def test_json_lines_and_the_access_log(
+    mortal: FakeVllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # transformers, which loads the tokenizer, warns on stderr with a handler of its own
+    monkeypatch.delenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", raising=False)
     store = f"sqlite://{tmp_path}/turns.db"
     flags = ("--log-format", "json", "--log-level", "debug", "--resume", "off", "--store", store)
     with (
@@ -27,11 +31,14 @@ def test_json_lines_and_the_access_log(mortal: FakeVllm, tmp_path: Path) -> None
         mortal.replies.append(Reply(break_at=1, how="reset"))
         client.post(CHAT, json={**_HI, "stream": True}, headers={"x-request-id": "broken"})
         client.get("/a%0Ab")
+        served.wait_ready()
         served.signal()
         served.wait()
     lines: list[dict[str, Any]] = [json.loads(line) for line in served.text.splitlines()]
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["time"]) for line in lines)
-    assert {"tokenproxy", "tokenproxy.access", "uvicorn.error"} <= {line["logger"] for line in lines}
+    assert {"tokenproxy", "tokenproxy.access", "uvicorn.error", "stderr"} <= {
+        line["logger"] for line in lines
+    }
     # a line is written after the response was sent
     access = {line["request_id"]: line for line in lines if line["logger"] == "tokenproxy.access"}
     assert access["mine"]["path"] == access["broken"]["path"] == CHAT

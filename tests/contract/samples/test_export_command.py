@@ -77,6 +77,7 @@ def test_every_flag_of_the_command(url: str, out: Path) -> None:
         (["--out", "OUT", "--store", "sqlite:missing.db"], "missing.db"),
         (["--out", "OUT", "--store", "memory:"], "/v1/sessions/{session}/samples"),
         (["--out", "PIPE"], "--out -"),
+        (["--out", "x.csv"], ".csv: pass --out FILE.jsonl or FILE.parquet"),
         (["--out", "OUT", "--after", "1"], "--follow"),
         (["--follow", "--out", "OUT", "--format", "parquet"], "JSON lines"),
         (["--follow", "--out", "OUT", "--session", "y"], "--metadata KEY=VALUE"),
@@ -117,3 +118,13 @@ def test_an_export_that_fails_leaves_the_older_file(
     assert main(["export", "--store", url, "--out", str(out)]) == 1
     assert capsys.readouterr().err == f"tokenproxy: {error}\n"
     assert (out.read_text(), list(out.parent.iterdir())) == ("older", [out])
+
+
+def test_a_missing_folder_and_an_empty_store_are_named(tmp_path: Path, url: str, capsys: Capture) -> None:
+    folder = tmp_path / "missing"
+    assert main(["export", "--store", url, "--out", str(folder / "x.jsonl")]) == 1
+    assert f"there is no folder {folder}: create it" in capsys.readouterr().err
+    empty = tmp_path / "empty.db"
+    empty.touch()
+    assert main(["export", "--store", f"sqlite://{empty}", "--out", str(tmp_path / "x.jsonl")]) == 0
+    assert f"the store is {empty}: pass --store URL" in capsys.readouterr().err

@@ -34,7 +34,7 @@ def test_the_rollout_func_of_the_page(talk: Callable[..., Talk], monkeypatch: py
     blocks = re.findall(r"```python\n(.*?)```", _PAGE.read_text(), re.DOTALL)
     [code] = [block for block in blocks if "trainer" in block]
     names: dict[str, Any] = {"run_agent": run_agent}
-    exec(code.replace("http://127.0.0.1:8000", str(pair.client.base_url).rstrip("/")), names)
+    exec(code.replace("http://127.0.0.1:8100", str(pair.client.base_url).rstrip("/")), names)
     trainer = SimpleNamespace(state=SimpleNamespace(global_step=4))
     output = names["rollout_func"](["One, says TRL", "Two, says TRL"], trainer)
 

@@ -117,3 +117,7 @@ def test_the_record_is_reached_if_no_engine_ever_responds(
                 assert _reads(client, _bearer("anna")) == [200] * 7
                 assert _reads(client, _bearer("eve")) == _reads(client, {}) == others
                 assert client.post(CHAT, json=_BODY, headers=_bearer("anna")).status_code == 503
+        keyed = Settings(upstreams=settings.upstreams, store=store, host="0.0.0.0", api_key=["secret"])
+        with run_app(keyed) as client:
+            assert client.post("/v1/sessions", json={"id": "s"}, headers=_bearer("secret")).is_success
+            assert _reads(client, _bearer("secret")) == [200] * 7

@@ -1,5 +1,6 @@
 """Who may use which route with which key, and what the engine sees of keys."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from tests.support.fake_vllm import Canned, FakeVllm
 from tests.support.talk import CHAT, user
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy, wait_until
+from tokenproxy.app.start import try_store
 from tokenproxy.base.error_formats import is_anthropic
 from tokenproxy.cli.key import add_key
+from tokenproxy.settings import Settings
 from tokenproxy.web.gate import OPEN_PATHS
 from tokenproxy.web.keys import KeyScope, scope_of_engine_route
 from tokenproxy.web.routes import all_routes
@@ -65,6 +68,31 @@ def keyed(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> It
         run_proxy([engine], **settings, upstream_api_key="engine", store="memory:") as client,
     ):
         yield Keyed(engine, client, keys)
+
+
+def test_what_was_recorded_without_keys_is_reached_by_a_key_with_an_empty_tenant(
+    mortal: FakeVllm, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The start says so while there is no such key."""
+    file, store = tmp_path / "keys.yaml", f"sqlite://{tmp_path}/x.db"
+    other = add_key(file, "other", ["read"], None)
+
+    def warnings(**keys: Any) -> int:
+        caplog.clear()
+        asyncio.run(try_store(Settings(store=store, **keys)))
+        return sum("--tenant ''" in each for each in caplog.messages)
+
+    assert warnings(api_key_file=file) == 0  # nothing was recorded
+    with run_proxy([mortal], store=store) as client:
+        client.post(CHAT, json=_BODY, headers={"x-session-id": "s"})
+    assert [warnings(), warnings(api_key_file=file), warnings(api_key=["k"])] == [0, 1, 1]
+    adopting = add_key(file, "before", ["read"], "")
+    assert warnings(api_key_file=file) == 0
+    with run_proxy([mortal], store=store, api_key_file=file, reader=other) as client:
+        listed = [
+            client.get("/v1/sessions", headers={"x-api-key": key}).json()["data"] for key in (adopting, other)
+        ]
+    assert [[session["id"] for session in sessions] for sessions in listed] == [["s"], []]
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)

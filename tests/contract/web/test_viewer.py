@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.support.fake_vllm import FakeVllm
 from tests.support.talk import CHAT, user
 from tests.support.utils import run_proxy
 from tokenproxy.cli.key import add_key
+from tokenproxy.cli.main import main
 from tokenproxy.viewer.page import FOLDER
 
 _KINDS = {"js": "text/javascript", "css": "text/css", "html": "text/html", "svg": "image/svg+xml"}
@@ -36,7 +38,9 @@ def test_every_file_is_served_with_its_type_and_no_other(client: httpx.Client) -
         assert client.get(f"/viewer/static/{file}").status_code in (400, 404)
 
 
-def test_data_need_the_scope_read_of_their_tenant(engine: FakeVllm, tmp_path: Path, name: str) -> None:
+def test_data_need_the_scope_read_of_their_tenant(
+    engine: FakeVllm, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "keys.yaml"
     made = [("inference", "inference", "a"), ("read", "read", "a"), ("other", "read", "b")]
     keys = {key: add_key(file, key, [scope], tenant) for key, scope, tenant in made}
@@ -54,6 +58,9 @@ def test_data_need_the_scope_read_of_their_tenant(engine: FakeVllm, tmp_path: Pa
             assert client.get(url, headers=headers["inference"]).status_code == 403
             assert client.get(url, headers=headers["other"]).status_code == (404 if path else 200)
         assert client.get("/viewer/sessions", headers=headers["other"]).json()["data"] == []
+        for key, hint in (([], "pass --api-key KEY"), (["--api-key", keys["other"]], "one of its?")):
+            assert main(["view", name, "--url", str(client.base_url), *key]) == 1
+            assert hint in capsys.readouterr().err
         shown = client.get("/viewer/sessions", headers=headers["read"])
         assert name in shown.text and shown.headers["cache-control"] == "no-store"
 

@@ -28,6 +28,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from tokenproxy.app.start import announce
 from tokenproxy.app.workers.metrics import add_process, metrics_environment, worker_ended
 from tokenproxy.settings import Settings
 
@@ -70,32 +71,18 @@ END_S = 15.0
 """Seconds after `stop_delay_s` and `drain_s` in which a worker must have cut its requests and ended."""
 
 
-def run_workers(settings: Settings) -> int:
+def run_workers(settings: Settings, sockets: Sequence[socket.socket]) -> int:
     """Serve with several processes until a signal arrives; returns the exit code."""
     try:
         with tempfile.TemporaryDirectory(prefix="tokenproxy-metrics-", ignore_cleanup_errors=True) as folder:
-            return asyncio.run(_run(settings, Path(folder)))
-    except OSError as error:  # the message names the address or the folder
+            return asyncio.run(_run(settings, sockets, Path(folder)))
+    except OSError as error:  # the message names the folder
         log.error("the proxy cannot start its workers: %s", error)
         return 1
 
 
-async def _run(settings: Settings, folder: Path) -> int:
-    sockets = await _bind(settings.host, settings.port)
+async def _run(settings: Settings, sockets: Sequence[socket.socket], folder: Path) -> int:
     return await Supervisor(settings, sockets, folder).run()
-
-
-async def _bind(host: str, port: int) -> list[socket.socket]:
-    """Bind the sockets that a server with one process would listen on.
-
-    Raises:
-        OSError: an address is taken, or is none of this machine.
-    """
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(asyncio.Protocol, host, port, start_serving=False)
-    sockets = [bound.dup() for bound in server.sockets]
-    server.close()
-    return sockets
 
 
 class _Worker:
@@ -177,7 +164,7 @@ class Supervisor:
         if not serving.done():
             serving.cancel()
             return 0 if await kept[0] else 1
-        self._log_address()
+        announce(self._settings, self._sockets)
         count = self._settings.workers
         kept += [asyncio.create_task(self._keep(number)) for number in range(2, count + 1)]
         await self._stopping.wait()
@@ -260,13 +247,6 @@ class Supervisor:
     def _kill(self) -> None:
         for worker in self._workers.values():
             worker.kill()
-
-    def _log_address(self) -> None:
-        settings = self._settings
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        port = self._sockets[0].getsockname()[1]
-        scheme = "https" if settings.tls_cert else "http"
-        log.info("running on %s://%s:%d with %d workers", scheme, host, port, settings.workers)
 
 
 def _ending(code: int) -> str:

@@ -1,0 +1,101 @@
+"""The start of a server of its own: what is checked before it serves, and what its log tells once it does."""
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import Sequence
+
+from yarl import URL
+
+from tokenproxy.record.store import Limits, Store, StoreError, StoreUnusable
+from tokenproxy.settings import Settings, SettingsError
+from tokenproxy.store.guarded import START_S
+from tokenproxy.store.urls import make_store, place
+from tokenproxy.web.credentials import SINGLE_TENANT
+from tokenproxy.web.gate import is_loopback
+from tokenproxy.web.keys import read_keys
+
+log = logging.getLogger("tokenproxy")
+
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+def check_address(settings: Settings) -> None:
+    """Refuse an address at which the proxy cannot serve.
+
+    Raises:
+        SettingsError: an engine has the same one, or the certificate cannot be used.
+    """
+    names = {settings.host, *(_LOCAL if settings.host in (*_LOCAL, "0.0.0.0", "::") else ())}
+    own = [url for url in map(URL, settings.upstreams) if url.host in names and url.port == settings.port]
+    if own:
+        raise SettingsError(f"upstreams: {own[0]} is the proxy's own address: name vLLM's, or another --port")
+    try:
+        if settings.tls_cert and settings.tls_key:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert, settings.tls_key)
+    except OSError as error:
+        files = f"{settings.tls_cert} and {settings.tls_key}"
+        raise SettingsError(f"tls_cert: {files} are no PEM certificate with its key: {error}") from error
+
+
+async def bind(host: str, port: int) -> list[socket.socket]:
+    """Bind the sockets of an address, before engines are asked and workers start. Nothing listens yet.
+
+    Raises:
+        OSError: an address is taken, or is none of this machine; the message says what to do.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        server = await loop.create_server(asyncio.Protocol, host, port, start_serving=False)
+    except OSError as error:
+        raise OSError(f"{host}, port {port}: {error.strerror}: pass another --port or --host") from error
+    sockets = [bound.dup() for bound in server.sockets]
+    server.close()
+    return sockets
+
+
+async def try_store(settings: Settings) -> None:
+    """Open the store and close it again, so that a problem is reported before a port is taken.
+
+    Raises:
+        StoreError: the store is required and does not respond, or waiting for it does not help.
+    """
+    store = make_store(settings.store, Limits())
+    opening = asyncio.ensure_future(_open(store, settings))
+    await asyncio.wait({opening}, timeout=None if settings.store_required else START_S)
+    if not opening.done():
+        return
+    try:
+        opening.result()
+    except StoreError as error:
+        if settings.store_required or isinstance(error, StoreUnusable):
+            raise
+    else:
+        await store.aclose()
+
+
+async def _open(store: Store, settings: Settings) -> None:
+    await store.open()
+    keys = read_keys(settings.api_key_file) if settings.api_key_file else []
+    reached = not settings.asks_for_keys or any(key.tenant == SINGLE_TENANT for key in keys)
+    if not reached and await store.sessions(limit=1, tenant=SINGLE_TENANT):
+        log.warning(
+            "the store holds rollouts that were recorded without keys, which no key of a client reaches: "
+            "`tokenproxy key NAME --file FILE --tenant ''` makes one for `api_key_file` that does"
+        )
+
+
+def announce(settings: Settings, sockets: Sequence[socket.socket]) -> None:
+    """Log where the proxy is, who may use it, and where its record is."""
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    scheme = "https" if settings.tls_cert else "http"
+    url = f"{scheme}://{host}:{sockets[0].getsockname()[1]}"
+    if settings.asks_for_keys:
+        clients = "clients with one of its keys"
+    elif is_loopback(settings.host):
+        clients = "every program of this machine"
+    else:
+        clients = "every client that reaches it"
+    log.info("running on %s for %s (workers: %d)", url, clients, settings.workers)
+    log.info("turns are recorded in %s; %s/viewer shows them", place(settings.store), url)

@@ -1,0 +1,32 @@
+"""What the log of a server tells once it serves."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tokenproxy.app.start import announce, bind
+from tokenproxy.settings import Settings
+
+
+@pytest.mark.parametrize(
+    "settings, told",
+    [
+        ({}, ["for every program of this machine", "/rollouts.db; http://127.0.0.1:PORT/viewer shows"]),
+        ({"host": "0.0.0.0"}, ["on http://0.0.0.0:PORT for every client"]),
+        ({"api_key": ["hidden"]}, ["for clients with one of its keys"]),
+        ({"store": "redis://u:hidden@h:1/0?password=hidden"}, ["recorded in redis://h:1/0; http"]),
+        ({"store": "sqlite:///a@b/x.db"}, ["recorded in /a@b/x.db; "]),
+        ({"store": "memory:"}, ["recorded in memory:; "]),
+    ],
+)
+def test_the_start_tells_address_clients_and_record(
+    settings: dict[str, Any], told: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "tokenproxy")
+    sockets = asyncio.run(bind("127.0.0.1", 0))
+    announce(Settings(**settings), sockets)
+    text = caplog.text.replace(str(sockets[0].getsockname()[1]), "PORT")
+    for bound in sockets:
+        bound.close()
+    assert [words for words in told if words not in text] == [] and "hidden" not in text
