@@ -36,14 +36,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="make train-demo"
     )
-    parser.add_argument("--steps", type=int, default=8, help="optimiser steps of each run (%(default)s)")
+    parser.add_argument("--steps", type=int, default=6, help="optimiser steps of each run (%(default)s)")
+    parser.add_argument(
+        "--games", type=int, default=2, help="of each step, four rollouts of each (%(default)s)"
+    )
     parser.add_argument(
         "--out", type=Path, default=default_cache_dir() / "train", help="folder for the results (%(default)s)"
     )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        runs = _run(options.steps, options.out)
+        runs = _run(options.steps, options.games, options.out)
     except DemoError as error:
         print(f"train-demo: {error}", file=sys.stderr)
         return 2
@@ -54,7 +57,7 @@ def main() -> int:
     return 0
 
 
-def _run(steps: int, out: Path) -> list[list[Step]]:
+def _run(steps: int, games: int, out: Path) -> list[list[Step]]:
     """Start engine and proxy, and train both ways; the page with rollouts goes to `out`."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     checkpoint = ensure_checkpoint()
@@ -71,20 +74,22 @@ def _run(steps: int, out: Path) -> list[list[Step]]:
         proxy_url = stack.enter_context(_proxy(engine.url))
         print(f"the rollouts, as they are sampled: {proxy_url}/viewer\n\n{LEGEND}\n\n{HEAD}", flush=True)
         folder = Path(stack.enter_context(TemporaryDirectory()))
-        return _train_both(checkpoint, engine.url, proxy_url, folder, steps, out)
+        return _train_both(checkpoint, engine.url, proxy_url, folder, steps, games, out)
 
 
 def _train_both(
-    checkpoint: Path, engine_url: str, proxy_url: str, folder: Path, steps: int, out: Path
+    checkpoint: Path, engine_url: str, proxy_url: str, folder: Path, steps: int, games: int, out: Path
 ) -> list[list[Step]]:
     # they import torch and vLLM, which only the engine needs while it starts
     os.environ |= {"TRL_EXPERIMENTAL_SILENCE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     warnings.filterwarnings("ignore", message="TRL currently supports")
     from transformers import AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
     from examples.train.rollouts import ExactRollouts, RetokenisedRollouts
     from examples.train.trainer import Engine, train
 
+    disable_progress_bar()
     engine = Engine(proxy_url, engine_url, folder)
     exact = ExactRollouts(MODEL_NAME, proxy_url)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -97,7 +102,7 @@ def _train_both(
             done.append(step)
             print(row(step), flush=True)
 
-        train(rollouts, engine, checkpoint, steps, report)
+        train(rollouts, engine, checkpoint, steps, games, report)
     page = page_from_server(proxy_url, None, exact.last_sessions)
     out.mkdir(parents=True, exist_ok=True)
     (out / "rollouts.html").write_text(single_file(page))

@@ -24,7 +24,7 @@ TOOL = {
         },
     },
 }
-_EXAMPLE = ((50, "I start in the middle.", "lower"), (25, "Now the lower half.", "correct"))
+_EXAMPLE = ((50, "lower"), (25, "higher"), (37, "correct"))
 
 Message = dict[str, Any]
 
@@ -37,11 +37,11 @@ def opening(number: int) -> str:
 def prompt(number: int) -> list[Message]:
     """The messages before the model's first turn: an example, then the game of this number."""
     messages: list[Message] = [{"role": "user", "content": opening(0)}]
-    for place, (guess, thought, result) in enumerate(_EXAMPLE):
+    for place, (guess, result) in enumerate(_EXAMPLE):
         function = {"name": "guess", "arguments": json.dumps({"number": guess})}
         call = {"id": f"example-{place}", "type": "function", "function": function}
         messages += [
-            {"role": "assistant", "content": thought, "tool_calls": [call]},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "tool_call_id": call["id"], "content": result},
         ]
     return [*messages, {"role": "user", "content": opening(number)}]
@@ -76,7 +76,7 @@ class Game:
         new: list[Message] = []
         score = 0.0
         for call in calls:
-            content = "error: call guess with a number"
+            content = f"error: guess a number from 1 to {HIGHEST}"
             guess = _guess_of(call)
             if guess is not None:
                 content = "correct" if guess == self.secret else "higher" if guess < self.secret else "lower"

@@ -56,9 +56,15 @@ def table(runs: Sequence[Sequence[Step]]) -> str:
     ]
     rows: tuple[tuple[str, Callable[[Sequence[Step]], str]], ...] = (
         ("trained tokens", lambda steps: f"{sum(step.tokens for step in steps):,}"),
-        ("log-probability differs by more than 0.1", lambda steps: f"{_share(steps, 'differing'):.2%}"),
-        ("of these, never sampled", lambda steps: f"{_share(steps, 'unsampled'):.2%}"),
-        ("samples for each rollout", lambda steps: f"{fmean(step.samples for step in steps):.2f}"),
+        (
+            "of these, log-probability differs by more than 0.1",
+            lambda steps: f"{_share(steps, 'differing'):.2%}",
+        ),
+        ("of these, never sampled by the model", lambda steps: f"{_share(steps, 'unsampled'):.2%}"),
+        (
+            "samples that hold the exact ids of a rollout",
+            lambda steps: f"{fmean(step.samples for step in steps):.2f}",
+        ),
         ("prompt tokens from the prefix cache", lambda steps: f"{fmean(s.prefix_hits for s in steps):.1%}"),
         ("reward, first and last step", lambda steps: f"{steps[0].reward:.2f}, {steps[-1].reward:.2f}"),
     )
@@ -85,7 +91,7 @@ def picture(runs: Sequence[Sequence[Step]]) -> str:
     """Three plots next to each other as SVG, each with one line for each run."""
     plots: tuple[tuple[str, Callable[[Step], float]], ...] = (
         ("log-probability differs by more than 0.1, %", lambda step: 100 * step.differing),
-        ("samples for each rollout", lambda step: step.samples),
+        ("samples that hold the exact ids of a rollout", lambda step: step.samples),
         ("reward", lambda step: step.reward),
     )
     width, height = len(plots) * (_WIDTH + _LEFT + _GAP), _HEIGHT + 90

@@ -26,7 +26,7 @@ _OPTIONS: dict[str, Any] = {
     # same distribution at temperature 1 without top-k and top-p.
     "temperature": 1.0,
     "top_p": 1.0,
-    "max_tokens": 64,
+    "max_tokens": 48,
 }
 
 

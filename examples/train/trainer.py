@@ -27,8 +27,6 @@ from examples.train.rollouts import Rollout, Rollouts
 
 GROUP = 4
 """Rollouts of one game, whose rewards are compared."""
-GAMES = 2
-"""Groups of one step."""
 _MICRO_BATCH = 2
 """Rollouts of one forward pass."""
 
@@ -144,9 +142,14 @@ class _Run(TrainerCallback):  # type: ignore[misc]
 
 
 def train(
-    rollouts: Rollouts, engine: Engine, checkpoint: Path, steps: int, on_step: Callable[[Step], None]
+    rollouts: Rollouts,
+    engine: Engine,
+    checkpoint: Path,
+    steps: int,
+    games: int,
+    on_step: Callable[[Step], None],
 ) -> None:
-    """Train a model from a checkpoint; report every step."""
+    """Train a model from a checkpoint; report every step. In each, `games` games are played by a group."""
     run = _Run(rollouts, engine, on_step)
     with TemporaryDirectory() as folder:
         trainer = _Trainer(
@@ -154,7 +157,7 @@ def train(
             processing_class=AutoTokenizer.from_pretrained(checkpoint),
             reward_funcs=_rewards,
             rollout_func=run.sample,
-            train_dataset=Dataset.from_dict({"prompt": [str(number + 1) for number in range(GAMES * steps)]}),
+            train_dataset=Dataset.from_dict({"prompt": [str(number + 1) for number in range(games * steps)]}),
             callbacks=[run],
             args=GRPOConfig(
                 output_dir=folder,
@@ -162,7 +165,7 @@ def train(
                 bf16=False,  # float32, as the engine computes
                 gradient_checkpointing=False,
                 per_device_train_batch_size=_MICRO_BATCH,
-                gradient_accumulation_steps=GROUP * GAMES // _MICRO_BATCH,
+                gradient_accumulation_steps=GROUP * games // _MICRO_BATCH,
                 num_generations=GROUP,
                 temperature=1.0,
                 max_steps=steps,

@@ -93,7 +93,7 @@ def test_the_report(tmp_path: Path) -> None:
     runs = [[_STEP, _STEP], [_OTHER, Step("text", 2, 0.75, 0.1, 0.0, 1.0, 0.7, 100, 20.0)]]
     lines = table(runs).splitlines()
     assert lines[0] == "| 2 steps | exact | text |"
-    assert "| log-probability differs by more than 0.1 | 0.00% | 40.00% |" in lines
+    assert "| of these, log-probability differs by more than 0.1 | 0.00% | 40.00% |" in lines
     assert "| reward, first and last step | 0.50, 0.50 | 0.25, 0.75 |" in lines
     write(tmp_path, runs)
     assert len((tmp_path / "steps.csv").read_text().splitlines()) == 5
