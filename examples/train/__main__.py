@@ -1,6 +1,6 @@
 """Train SmolLM2-135M with GRPO over several turns: over tokenproxy, and on history that is tokenised again.
 
-`make train-demo` runs it on a CPU, in about a quarter of an hour. It starts a stock vLLM and `tokenproxy
+`make train-demo` runs it on a CPU, in ten minutes. It starts a stock vLLM and `tokenproxy
 serve` in front of it, and plays a game with a tool. Both runs begin with the same weights and play the same
 games with the same seeds; the running engine gets the weights of each step through the proxy. Engine and
 trainer compute in float32: their log-probabilities differ where they read different ids.
@@ -38,7 +38,7 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, default=6, help="optimiser steps of each run (%(default)s)")
     parser.add_argument(
-        "--games", type=int, default=2, help="of each step, four rollouts of each (%(default)s)"
+        "--games", type=int, default=1, help="of each step, four rollouts of each (%(default)s)"
     )
     parser.add_argument(
         "--out", type=Path, default=default_cache_dir() / "train", help="folder for the results (%(default)s)"
