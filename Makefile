@@ -1,6 +1,6 @@
 # What a person and CI run. `make` alone lists the targets; ARGS goes to pytest, e.g. make test-fast ARGS="-k splice".
 .DEFAULT_GOAL := help
-.PHONY: help dev install demo serve test test-fast campaign coverage lint format templates bench clean
+.PHONY: help dev install demo train-demo serve test test-fast campaign coverage lint format templates bench clean
 
 PORT ?= 8100
 ARGS ?=
@@ -16,6 +16,10 @@ install:  ## make .venv, with a real vLLM for CPU and a small model; quick when 
 
 demo: install  ## start the small model, hold a conversation over several turns, show that its tokens stay exact
 	@exec .venv/bin/tokenproxy demo
+
+train-demo: install  ## train the small model over several turns, on exact ids and on text; ten minutes
+	@scripts/install-programs trainer
+	@PYTHONPATH=.cache/trainer$${PYTHONPATH:+:$$PYTHONPATH} exec .venv/bin/python -m examples.train $(ARGS)
 
 # exec: signals reach the server itself, and Ctrl-C waits for its orderly end.
 serve: install  ## serve the small model on PORT (8100) until Ctrl-C
