@@ -169,7 +169,8 @@ class Resume:
 
     def _count(self, why: str, result: str) -> None:
         self._turn.services.history.metrics.breaks(why, result).inc()
-        log.info("%s broke a turn off (%s): %s", self._turn.replica.name, why, result)
+        level = logging.DEBUG if result == "resumed" else logging.INFO
+        log.log(level, "%s broke a turn off (%s): %s", self._turn.replica.name, why, result)
 
     async def _anew(self) -> bytes | None:
         if self._times_anew == _TIMES_ANEW:
