@@ -34,6 +34,7 @@ from tokenproxy.demo.stack import EngineProcess
 _CONVERSATIONS, _TURNS, _TOKENS = 40, 6, 32
 _UPDATE_EVERY_S = 6.0
 _KILLS_AFTER_S = (20.0, 60.0)
+_SAMPLES_S = 3.0
 _DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 _FLAGS = ("--enable-scale-out", "--gpu-memory-utilization", "0.25")
 _PARAMETERS = {"type": "object", "properties": {"where": {"type": "string"}}}
@@ -137,6 +138,7 @@ def _disturb(engines: list[EngineProcess], url: str, ended: Event, kills_after_s
             http.post("/resume")
             if kills and time.monotonic() - began > kills[0]:
                 kills.pop(0)
+                ended.wait(_SAMPLES_S)  # else it dies before it has sampled anything after the update
                 assert engines[0].pid is not None
                 os.killpg(engines[0].pid, signal.SIGKILL)
                 engines[0].stop()
