@@ -2,11 +2,13 @@
 
 import asyncio
 import logging
+import math
+import re
 from dataclasses import dataclass
 
 import msgspec
 
-from tokenproxy.base.errors import EngineBroken, EngineUnavailable, Unsupported
+from tokenproxy.base.errors import ApiError, EngineBroken, EngineUnavailable, Unsupported
 from tokenproxy.base.http import Request
 from tokenproxy.engine.generate import DERENDER_PATH, GENERATE_PATH, RENDER_PATH, GenerateTokenIn
 from tokenproxy.engine.images import EngineImages, find_images
@@ -17,6 +19,11 @@ log = logging.getLogger("tokenproxy")
 
 _PROBE_IDS = [1, 0, 1, 1, 0]
 """Ids that every vocabulary has, in an order that no chat template renders."""
+
+_METRICS_TIMEOUT_S = 10.0
+_CACHE = re.compile(rb"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
+_LABEL = re.compile(rb'\b(kv_cache_size_tokens|num_gpu_blocks|block_size|kv_offloading_size)="([^"]*)"')
+"""Labels of that metric. The first is one from vLLM 0.27 on, at least."""
 
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 _PRINTABLE: tuple[tuple[str, object], ...] = (
@@ -63,6 +70,8 @@ class Capabilities:
     """Its `--logprobs-mode`; empty if unknown."""
     images: EngineImages | None = None
     """How to send it images with exact ids; None if it takes none."""
+    cache_ids: int = 0
+    """Number of ids that its KV caches hold; 0 if unknown."""
     weight_versions: bool = False
     """Whether its choices tell on request which weights sampled each id, as those of vLLM from 0.33 on do."""
 
@@ -105,15 +114,16 @@ async def discover(engine: Engine) -> Capabilities:
     elif await _takes_ids_in_generate(engine):
         token_in = GenerateTokenIn()
     names = tuple(model.name for model in models)
-    version, rendered_fields, mode, images = await asyncio.gather(
+    version, rendered_fields, mode, images, cache_ids = await asyncio.gather(
         _version(engine),
         find_rendered_fields(engine),
         _logprobs_mode(engine),
         find_images(engine),
+        _cache_ids(engine),
     )
     model = models[0] if models else None
     weights = _tells_weight_versions(completion)
-    return Capabilities(version, model, names, token_in, rendered_fields, mode, images, weights)
+    return Capabilities(version, model, names, token_in, rendered_fields, mode, images, cache_ids, weights)
 
 
 async def list_models(engine: Engine) -> list[Model]:
@@ -201,6 +211,28 @@ async def _logprobs_mode(engine: Engine) -> str:
     model = config.get("model_config") if isinstance(config, dict) else None
     mode = model.get("logprobs_mode") if isinstance(model, dict) else None
     return mode if isinstance(mode, str) else ""
+
+
+async def _cache_ids(engine: Engine) -> int:
+    """Number of ids that the KV caches of an engine hold, by its metrics.
+
+    0 if it does not report that, or keeps ids elsewhere, too, that it evicts from these caches.
+    """
+    try:
+        async with asyncio.timeout(_METRICS_TIMEOUT_S):
+            status, page = await fetch(engine, Request("GET", "/metrics"))
+    except (ApiError, TimeoutError):
+        return 0
+    total = 0
+    for cache in _CACHE.findall(page) if status == 200 else ():  # of each data-parallel rank
+        labels = dict(_LABEL.findall(cache))
+        if labels.get(b"kv_offloading_size", b"None") != b"None":
+            return 0
+        # the product is wrong for models whose layers need different numbers of blocks
+        size = labels.get(b"kv_cache_size_tokens", b"None")
+        numbers = [size] if size.isdigit() else [labels.get(b"num_gpu_blocks"), labels.get(b"block_size")]
+        total += math.prod(int(number) if number and number.isdigit() else 0 for number in numbers)
+    return total
 
 
 async def _takes_ids_in_generate(engine: Engine) -> bool:

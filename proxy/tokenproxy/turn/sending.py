@@ -39,6 +39,8 @@ _BAD_REQUEST = 400
 _ASKS_WEIGHTS = "return_weight_versions"
 _PROMPT_FIELDS: Mapping[str, str] = {EngineRoute.COMPLETIONS: "prompt", EngineRoute.GENERATE: "token_ids"}
 _SESSION_HEADER = b"x-session-id"
+_IMAGE_DATA = b";base64,"
+"""In a URL with the data of an image, whose length tells nothing of the number of its ids."""
 _TRUE = msgspec.Raw(b"true")
 _NO_ALTERNATIVES = msgspec.Raw(b"0")
 """The number of alternatives with which the log-probabilities of sampled ids are requested."""
@@ -116,8 +118,16 @@ class PlannedTurn:
             and not flag(request.fields, _ASKS_WEIGHTS)
         )
 
-    async def add_weights(self, completion: Completion) -> None:
-        """Add the versions of the weights to choices that ended, unless the engine reported them."""
+    async def complete(self, completion: Completion) -> None:
+        """Add the versions of the weights to choices that ended, unless the engine reported them.
+
+        The fleet learns how many ids the conversation has now.
+        """
+        plan = self.plan
+        prompt_ids = plan.reused + plan.appended
+        if plan.source is Source.RENDERED and completion.prompt_ids is not None:
+            prompt_ids = completion.prompt_ids.count(b",") + 1
+        self.services.fleet.conversations.measure(_conversation(plan), prompt_ids, completion.sampled)
         await self.services.fleet.weights.confirm(self.tag)
         for choice in completion.choices:
             if not choice.weight_versions:
@@ -128,18 +138,24 @@ class PlannedTurn:
         """The facts by which the fleet chooses a replica."""
         request, plan = self.request, self.plan
         ids, holder, prompts = 0, "", []
+        beginning: tuple[bytes, ...] = (plan.prompt,)
         for prompt in plan.prompts:
             ids += prompt.reused + prompt.appended
             holder = holder or prompt.placement.holder
             if prompt.prompt and not prompt.placement.holder:
                 prompts.append(prompt.prompt)
+        context_ids = ids
         if plan.source is Source.RENDERED:
             ids = len(request.messages or request.retry.body) // BYTES_PER_ID
+            beginning = (request.rendering.tools, request.messages)
+            context_ids = 0 if _IMAGE_DATA in request.messages else sum(map(len, beginning)) // BYTES_PER_ID
         return Routing(
             conversation=_conversation(plan) if not plan.others else plan.rollout or "",
             holder=holder,
             prompts=prompts,
             ids=ids,
+            context_ids=context_ids,
+            beginning=beginning,
             tenant=request.tenant,
             model=request.model or "",
             completion=True,
