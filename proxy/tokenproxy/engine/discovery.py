@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import re
 from dataclasses import dataclass
 
@@ -70,8 +69,9 @@ class Capabilities:
     """Its `--logprobs-mode`; empty if unknown."""
     images: EngineImages | None = None
     """How to send it images with exact ids; None if it takes none."""
-    cache_ids: int = 0
-    """Number of ids that its KV caches hold; 0 if unknown."""
+    cache: tuple[int, int] = (0, 0)
+    """Number of ids that its KV caches hold, and of those in one block, by its metrics. Both are 0 if it does
+    not report them, or keeps ids elsewhere, too, that it evicts from these caches."""
     weight_versions: bool = False
     """Whether its choices tell on request which weights sampled each id, as those of vLLM from 0.33 on do."""
 
@@ -114,16 +114,16 @@ async def discover(engine: Engine) -> Capabilities:
     elif await _takes_ids_in_generate(engine):
         token_in = GenerateTokenIn()
     names = tuple(model.name for model in models)
-    version, rendered_fields, mode, images, cache_ids = await asyncio.gather(
+    version, rendered_fields, mode, images, cache = await asyncio.gather(
         _version(engine),
         find_rendered_fields(engine),
         _logprobs_mode(engine),
         find_images(engine),
-        _cache_ids(engine),
+        _kv_cache(engine),
     )
     model = models[0] if models else None
     weights = _tells_weight_versions(completion)
-    return Capabilities(version, model, names, token_in, rendered_fields, mode, images, cache_ids, weights)
+    return Capabilities(version, model, names, token_in, rendered_fields, mode, images, cache, weights)
 
 
 async def list_models(engine: Engine) -> list[Model]:
@@ -213,26 +213,25 @@ async def _logprobs_mode(engine: Engine) -> str:
     return mode if isinstance(mode, str) else ""
 
 
-async def _cache_ids(engine: Engine) -> int:
-    """Number of ids that the KV caches of an engine hold, by its metrics.
-
-    0 if it does not report that, or keeps ids elsewhere, too, that it evicts from these caches.
-    """
+async def _kv_cache(engine: Engine) -> tuple[int, int]:
+    """See `Capabilities.cache`."""
     try:
         async with asyncio.timeout(_METRICS_TIMEOUT_S):
             status, page = await fetch(engine, Request("GET", "/metrics"))
     except (ApiError, TimeoutError):
-        return 0
-    total = 0
+        return 0, 0
+    size = block_ids = 0
     for cache in _CACHE.findall(page) if status == 200 else ():  # of each data-parallel rank
         labels = dict(_LABEL.findall(cache))
         if labels.get(b"kv_offloading_size", b"None") != b"None":
-            return 0
+            return 0, 0
+        blocks, block_ids, ids = (
+            int(value) if (value := labels.get(name, b"")).isdigit() else 0
+            for name in (b"num_gpu_blocks", b"block_size", b"kv_cache_size_tokens")
+        )
         # the product is wrong for models whose layers need different numbers of blocks
-        size = labels.get(b"kv_cache_size_tokens", b"None")
-        numbers = [size] if size.isdigit() else [labels.get(b"num_gpu_blocks"), labels.get(b"block_size")]
-        total += math.prod(int(number) if number and number.isdigit() else 0 for number in numbers)
-    return total
+        size += ids or blocks * block_ids
+    return size, block_ids
 
 
 async def _takes_ids_in_generate(engine: Engine) -> bool:

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from tokenproxy.fleet.affinity import Conversations
     from tokenproxy.fleet.replica import Replica
 
-_BLOCK_BYTES = 4096
-"""Contexts with equal beginnings share blocks of so many bytes of text or JSON, some thousand ids."""
+_PIECE_BYTES = 4096
+"""Contexts with equal beginnings share pieces of so many bytes of text or JSON, some thousand ids."""
 
 
 class Context:
     """The ids of a conversation: all that was sent and sampled."""
 
-    __slots__ = ("_estimated", "blocks", "cache", "ids")
+    __slots__ = ("_estimated", "cache", "ids", "pieces")
 
     def __init__(self, ids: int = 0, beginning: Sequence[bytes] = ()) -> None:
         """The context of a conversation whose first prompt has about `ids` ids.
@@ -42,14 +42,14 @@ class Context:
         self.cache: CacheUse | None = None
         """Where it got room."""
         self._estimated = True
-        self.blocks: dict[bytes, int] = {}
-        """Ids of the blocks of the first prompt. A block's key depends on all bytes before it, too."""
+        self.pieces: dict[bytes, int] = {}
+        """Ids of the pieces of the first prompt. The key of a piece depends on all bytes before it, too."""
         total, hasher = sum(map(len, beginning)), hashlib.blake2b(digest_size=16, person=b"context")
         for part in beginning:
-            for start in range(0, len(part), _BLOCK_BYTES):
-                block = part[start : start + _BLOCK_BYTES]
-                hasher.update(block)
-                self.blocks[hasher.digest()] = ids * len(block) // total
+            for start in range(0, len(part), _PIECE_BYTES):
+                piece = part[start : start + _PIECE_BYTES]
+                hasher.update(piece)
+                self.pieces[hasher.digest()] = ids * len(piece) // total
 
     @property
     def has_room(self) -> bool:
@@ -58,11 +58,11 @@ class Context:
 
     def measure(self, prompt_ids: int, sampled: int) -> None:
         """Set its size after a turn. Until then the ids of the first prompt are an estimate."""
-        cache, estimate = self.cache, sum(self.blocks.values())
+        cache, estimate = self.cache, sum(self.pieces.values())
         if cache is not None:
             cache.count(self, -1)
         if self._estimated and estimate:
-            self.blocks = {block: ids * prompt_ids // estimate for block, ids in self.blocks.items()}
+            self.pieces = {piece: ids * prompt_ids // estimate for piece, ids in self.pieces.items()}
         self.ids, self._estimated = prompt_ids + sampled, False
         if cache is not None:
             cache.count(self, 1)
@@ -71,15 +71,21 @@ class Context:
 class CacheUse:
     """The contexts that have room in the cache of one replica."""
 
-    def __init__(self, size: int = 0) -> None:
+    def __init__(self, size: int = 0, block_ids: int = 0) -> None:
+        """A cache in which no context has room yet.
+
+        Args:
+            block_ids: ids of one block. The last one of a context is not full, and a request samples more.
+        """
         self.size = size
         """Ids that the cache holds; 0 if the engine does not report it, or is gone: every context fits."""
+        self._block_ids = block_ids
         self.ids = 0
         """Ids in use."""
         self.contexts = 0
         """How many contexts have room."""
-        self._blocks: dict[bytes, tuple[int, int]] = {}
-        """By block, how many of the contexts begin with it, and its ids."""
+        self._pieces: dict[bytes, tuple[int, int]] = {}
+        """By piece, how many of the contexts begin with it, and its ids."""
         self._idle: OrderedDict[Context, float] = OrderedDict()
         """Contexts without a running request, with the time since when; the one idle for longest first."""
 
@@ -91,23 +97,27 @@ class CacheUse:
         """
         if not self.size:
             return True
-        while self.ids + context.ids - self._shared(context) > self.size:
+        while self.ids + context.ids + self._block_ids - self._shared(context) > self.size:
             oldest, since = next(iter(self._idle.items()), (None, 0.0))
             if oldest is None or since > idle_before():
                 return False
             self.remove(oldest)
         return True
 
+    def holds(self, ids: int) -> bool:
+        """Whether the cache is large enough for a context of so many ids."""
+        return ids + self._block_ids <= self.size
+
     def _shared(self, context: Context) -> int:
         """Ids of a context without room that are in use already."""
-        return sum([self._blocks[block][1] for block in context.blocks if block in self._blocks])
+        return sum([self._pieces[piece][1] for piece in context.pieces if piece in self._pieces])
 
     def hold(self, context: Context, ids: int) -> None:
         """Give room to a context of so many ids, of which a request begins, whether or not it fits."""
         if context.cache is not None:
             context.cache.remove(context)
         context.ids = ids
-        if self.size and ids <= self.size:
+        if self.size and self.holds(ids):
             context.cache = self
             self.contexts += 1
             self.count(context, 1)
@@ -126,13 +136,13 @@ class CacheUse:
         self.count(context, -1)
 
     def count(self, context: Context, one: int) -> None:
-        """Add the ids of a context (1), or take them out (-1). Each block counts once."""
-        self.ids += one * context.ids
-        for block, ids in context.blocks.items():
-            uses, counted = self._blocks.pop(block, (0, 0))
+        """Add the ids of a context (1), or take them out (-1). Each piece counts once."""
+        self.ids += one * (context.ids + self._block_ids)
+        for piece, ids in context.pieces.items():
+            uses, counted = self._pieces.pop(piece, (0, 0))
             self.ids += max(0, uses - 1) * counted - max(0, uses + one - 1) * ids
             if uses + one:
-                self._blocks[block] = (uses + one, ids)
+                self._pieces[piece] = (uses + one, ids)
 
 
 class Admission:
@@ -160,14 +170,16 @@ class Admission:
         if self.needs_room:
             self.context.ids = routing.context_ids
             # an engine refuses a prompt that is larger than its cache
-            self.needs_room = any(self.context.ids <= replica.cache.size for replica in replicas)
+            self.needs_room = any(replica.cache.holds(self.context.ids) for replica in replicas)
         if self.needs_room:
             self.priority = Priority.RETURNING if active or routing.holder else Priority.NEW
 
     def with_room(self, replicas: list["Replica"]) -> list["Replica"]:
         """Those of some replicas on which the request may run now."""
+        if not self.needs_room:
+            return replicas
         active = self._conversations.find(self._key)
-        if not self.needs_room or (active is not None and active.context.has_room):
+        if active is not None and active.context.has_room:  # with an equal request
             return replicas
         idle_before = self._conversations.idle_before
         return [replica for replica in replicas if replica.cache.fits(self.context, idle_before)]

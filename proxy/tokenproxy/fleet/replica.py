@@ -340,7 +340,7 @@ class Replica:
                 log.warning("%s: %s", self.name, NO_TOKEN_IN)
             await self.fleet.weights.greet(self)  # it may have been restarted with other weights
             self.capabilities = capabilities
-            self.cache = CacheUse(capabilities.cache_ids)
+            self.cache = CacheUse(*capabilities.cache)
             self.engine.verify(self._verify)
             self.breaker.reset()
             self.load.responded = False

@@ -59,6 +59,8 @@ class PlannedTurn:
     """Only after it was sent."""
     tag: WeightTag = field(init=False)
     """The versions of the weights that sample it; only after it was sent."""
+    conversation: str = field(init=False)
+    """As in its `routing`; only after that was made."""
     hides_weights: bool = field(init=False, default=False)
     """Whether the engine was asked which weights sampled its ids, and not by the client."""
 
@@ -124,10 +126,10 @@ class PlannedTurn:
         The fleet learns how many ids the conversation has now.
         """
         plan = self.plan
-        prompt_ids = plan.reused + plan.appended
+        prompt_ids = sum([prompt.reused + prompt.appended for prompt in plan.prompts])
         if plan.source is Source.RENDERED and completion.prompt_ids is not None:
             prompt_ids = completion.prompt_ids.count(b",") + 1
-        self.services.fleet.conversations.measure(_conversation(plan), prompt_ids, completion.sampled)
+        self.services.fleet.conversations.measure(self.conversation, prompt_ids, completion.sampled)
         await self.services.fleet.weights.confirm(self.tag)
         for choice in completion.choices:
             if not choice.weight_versions:
@@ -149,8 +151,9 @@ class PlannedTurn:
             ids = len(request.messages or request.retry.body) // BYTES_PER_ID
             beginning = (request.rendering.tools, request.messages)
             context_ids = 0 if _IMAGE_DATA in request.messages else sum(map(len, beginning)) // BYTES_PER_ID
+        self.conversation = _conversation(plan) if not plan.others else plan.rollout or ""
         return Routing(
-            conversation=_conversation(plan) if not plan.others else plan.rollout or "",
+            conversation=self.conversation,
             holder=holder,
             prompts=prompts,
             ids=ids,

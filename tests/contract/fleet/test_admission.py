@@ -27,7 +27,10 @@ def _info(ids: int) -> bytes:
 
 
 def _holding(ids: int, count: int = 1) -> list[MemoryEngine]:
-    """Engines whose caches hold so many ids, and which take 10 s for a completion."""
+    """Engines whose caches hold so many ids in blocks of 10, and which take 10 s for a completion.
+
+    A context takes a block more than it has ids.
+    """
     made = engines(count)
     for engine in made:
         engine.describes = lambda path: BytesResponse(200, [], _info(ids)) if path == "/metrics" else None
@@ -35,7 +38,7 @@ def _holding(ids: int, count: int = 1) -> list[MemoryEngine]:
     return made
 
 
-def _turn(fleet: Fleet, key: str, ids: int = 100, **routing: Any) -> "asyncio.Task[tuple[int, bytes]]":
+def _turn(fleet: Fleet, key: str, ids: int = 90, **routing: Any) -> "asyncio.Task[tuple[int, bytes]]":
     return asyncio.create_task(ask(fleet, key, conversation=key, context_ids=ids, **routing))
 
 
@@ -50,9 +53,9 @@ async def _converse(fleet: Fleet, *keys: str) -> None:
 async def test_first_turns_wait_in_their_order_until_a_conversation_ends_and_others_go_on() -> None:
     async with fleet_of(*_holding(200), admission_wait_s=_WAIT_S) as fleet:
         await _converse(fleet, "a", "b")
-        third, fourth = _turn(fleet, "c"), _turn(fleet, "d", 50)
+        third, fourth = _turn(fleet, "c"), _turn(fleet, "d", 40)
         await elapse(2.0)
-        again = _turn(fleet, "a", 90)
+        again = _turn(fleet, "a", 80)
         await elapse(10.5)
         assert (again.done(), third.done(), fourth.done()) == (True, False, False)
         assert fleet.conversations.end("b")
@@ -106,9 +109,9 @@ async def test_an_idle_conversation_loses_its_room_and_its_next_turn_goes_before
     async with fleet_of(*_holding(200), admission_wait_s=_WAIT_S) as fleet:
         await _converse(fleet, "a", "b")
         await elapse(1.0)
-        grown = _turn(fleet, "a", 150)
+        grown = _turn(fleet, "a", 140)
         await elapse(1.0)
-        new, returned = _turn(fleet, "c", 100), _turn(fleet, "b", 110)
+        new, returned = _turn(fleet, "c", 90), _turn(fleet, "b", 100)
         await elapse(10.0)
         assert (grown.done(), new.done(), returned.done()) == (True, False, False)
         fleet.conversations.end("a")
@@ -140,7 +143,7 @@ async def test_what_needs_no_room_does_not_wait() -> None:
         await settled()
         passing = [
             _turn(fleet, "", 90),
-            _turn(fleet, "larger than the cache", 101),
+            _turn(fleet, "larger than the cache", 91),
             asyncio.create_task(ask(fleet, conversation="not sampled", completion=False)),
         ]
         await elapse(10.5)
@@ -208,20 +211,20 @@ def test_a_first_turn_waits_on_the_wire_and_one_with_an_equal_prompt_does_not(st
 
 
 @pytest.mark.parametrize(
-    ("page", "ids"),
+    ("page", "cache"),
     [
-        (_info(1_200), 1_200),
-        (_info(1_200) * 2, 2_400),
-        (_info(1_200).replace(b"{", b'{kv_cache_size_tokens="800",'), 800),
-        (_info(1_200).replace(b"{", b'{kv_cache_size_tokens="None",kv_offloading_size="None",'), 1_200),
-        (_info(1_200).replace(b"{", b'{kv_offloading_size="4.0",'), 0),
-        (_info(1_200).replace(b'"120"', b'"None"'), 0),
-        (b"vllm:num_requests_running 1.0\n", 0),
+        (_info(1_200), (1_200, 10)),
+        (_info(1_200) * 2, (2_400, 10)),
+        (_info(1_200).replace(b"{", b'{kv_cache_size_tokens="800",'), (800, 10)),
+        (_info(1_200).replace(b"{", b'{kv_cache_size_tokens="None",kv_offloading_size="None",'), (1_200, 10)),
+        (_info(1_200).replace(b"{", b'{kv_offloading_size="4.0",'), (0, 0)),
+        (_info(1_200).replace(b'"120"', b'"None"'), (0, 10)),
+        (b"vllm:num_requests_running 1.0\n", (0, 0)),
     ],
 )
 @stepped
-async def test_the_size_of_a_cache_is_read_from_the_metrics(page: bytes, ids: int) -> None:
+async def test_the_size_of_a_cache_is_read_from_the_metrics(page: bytes, cache: tuple[int, int]) -> None:
     [engine] = engines(1)
     engine.describes = lambda path: BytesResponse(200, [], page) if path == "/metrics" else None
     async with fleet_of(engine) as fleet:
-        assert fleet.replicas[0].cache.size == ids
+        assert fleet.replicas[0].require_capabilities().cache == cache

@@ -68,6 +68,14 @@ def test_a_context_that_outgrows_the_cache_takes_the_room_of_the_one_idle_for_lo
     assert (running.has_room, second.has_room, cache.ids) == (False, True, 300), "larger than the cache"
 
 
+def test_each_context_takes_a_block_more_than_it_has_ids() -> None:
+    cache = CacheUse(1_000, 100)
+    cache.hold(Context(), 400)
+    assert cache.fits(Context(400), _never)
+    assert not cache.fits(Context(401), _never)
+    assert (cache.ids, cache.holds(900), cache.holds(901)) == (500, True, False)
+
+
 def test_idle_contexts_make_room_only_after_a_while() -> None:
     cache, idle, new = CacheUse(1_000), Context(600), Context(600)
     cache.hold(idle, 600)
