@@ -183,8 +183,3 @@ class Admission:
             return replicas
         idle_before = self._conversations.idle_before
         return [replica for replica in replicas if replica.cache.fits(self.context, idle_before)]
-
-    def waited(self, seconds: float) -> None:
-        """Count the time for which the request waited."""
-        if (active := self._conversations.find(self._key)) is not None:
-            active.waited_s += seconds

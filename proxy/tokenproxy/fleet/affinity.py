@@ -13,6 +13,7 @@ import math
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -81,8 +82,8 @@ class Conversations:
             active = self._active[key] = Active(replica.name, context or Context())
             self._counts[replica.name] += 1
         else:
-            if not active.running:
-                self._pauses.append(self.clock() - active.used)
+            if routing.completion:
+                self._note_pause(active)
             if active.replica != replica.name:
                 self._counts.update({active.replica: -1, replica.name: 1})
                 active.replica = replica.name
@@ -90,6 +91,21 @@ class Conversations:
             replica.cache.hold(active.context, routing.context_ids)
         active.running += 1
         self._use(key, active)
+
+    @contextmanager
+    def waiting(self, key: str) -> Iterator[None]:
+        """Let a request of a conversation wait for room: that is no pause, and counts for the bound."""
+        active, began = self._active.get(key), self.clock()
+        if active is not None:
+            self._note_pause(active)
+            active.running += 1
+        try:
+            yield
+        finally:
+            if active is not None and self._active.get(key) is active:
+                self.finish(key)
+            if (active := self._active.get(key)) is not None:
+                active.waited_s += self.clock() - began
 
     def finish(self, key: str) -> None:
         """Count a request of a conversation as complete."""
@@ -124,6 +140,10 @@ class Conversations:
             return -math.inf if waits else self.clock()
         usual_s = sorted(self._pauses)[len(self._pauses) // 2]
         return self.clock() - (max(_SHORTEST_S, _TIMES_LONGER * usual_s) if usual_s < math.inf else 0.0)
+
+    def _note_pause(self, active: Active) -> None:
+        if not active.running:
+            self._pauses.append(self.clock() - active.used)
 
     def count(self, replica: str) -> int:
         """Number of active conversations on a replica."""

@@ -257,17 +257,15 @@ class Fleet:
 
         priority = admission.priority
         overtakes = not self.queue.has_before(priority) or (suspension.active and not routing.samples)
-        run, began = take() if overtakes else None, self.clock()
+        run = take() if overtakes else None
         if run is not None:
             return run
-        with queued(for_room=admission.needs_room):
+        with queued(for_room=admission.needs_room), self.conversations.waiting(routing.conversation):
             if admission.needs_room:
                 with suppress(Overloaded):
                     run = await self.queue.acquire(routing.tenant, take, priority, admission.wait_s)
                 admission.needs_room = False
-            run = run or await self.queue.acquire(routing.tenant, take)
-        admission.waited(self.clock() - began)
-        return run
+            return run or await self.queue.acquire(routing.tenant, take)
 
     def next_run(self, routing: Routing, tried: Sequence[Replica]) -> Run | None:
         """Count a request as running on the least loaded replica that was not tried; None if there is none.

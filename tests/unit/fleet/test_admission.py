@@ -120,3 +120,19 @@ def test_an_idle_conversation_keeps_its_room_for_four_times_the_usual_pause(cloc
     clock.now += 61.0
     conversations.count("a")
     assert conversations.idle_before() == clock.now, "most had no second turn"
+
+
+def test_a_wait_for_room_is_no_pause(clock: Clock) -> None:
+    conversations = Conversations(60.0, clock)
+    begin(conversations, "x", "a")
+    conversations.finish("x")
+    clock.now += 2.0
+    with conversations.waiting("x"):
+        clock.now += 70.0
+        assert conversations.count("a") == 1
+        begin(conversations, "x", "a")
+    assert conversations.idle_before() == clock.now - 8.0
+    active = conversations.find("x")
+    assert active is not None and active.waited_s == 70.0
+    clock.now += 100.0
+    assert conversations.count("a") == 1, "its request runs"

@@ -16,7 +16,7 @@ def conversations(clock: Clock) -> Conversations:
 
 def begin(conversations: Conversations, key: str, replica: str) -> None:
     chosen: Any = SimpleNamespace(name=replica, cache=CacheUse())
-    conversations.begin(Routing(conversation=key), chosen)
+    conversations.begin(Routing(conversation=key, completion=True), chosen)
 
 
 def test_the_replica_of_the_last_turn_holds_it_until_it_is_ended(conversations: Conversations) -> None:
