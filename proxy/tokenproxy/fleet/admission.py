@@ -166,17 +166,15 @@ class Admission:
         self.context = active.context if active else Context(routing.context_ids, routing.beginning)
         self.wait_s = longest_wait_s - (active.waited_s if active else 0.0)
         self.priority = Priority.ADMITTED
-        self.needs_room = bool(self._key) and not self.context.has_room and self.wait_s > 0
-        if self.needs_room:
+        if self._key and not self.context.has_room and self.wait_s > 0:
             self.context.ids = routing.context_ids
             # an engine refuses a prompt that is larger than its cache
-            self.needs_room = any(replica.cache.holds(self.context.ids) for replica in replicas)
-        if self.needs_room:
-            self.priority = Priority.RETURNING if active or routing.holder else Priority.NEW
+            if any(replica.cache.holds(self.context.ids) for replica in replicas):
+                self.priority = Priority.RETURNING if active or routing.holder else Priority.NEW
 
     def with_room(self, replicas: list["Replica"]) -> list["Replica"]:
         """Those of some replicas on which the request may run now."""
-        if not self.needs_room:
+        if self.priority is Priority.ADMITTED:
             return replicas
         active = self._conversations.find(self._key)
         if active is not None and active.context.has_room:  # with an equal request

@@ -25,7 +25,7 @@ from tokenproxy.fleet.choosing import Choose, Routing, sticky_least_loaded
 from tokenproxy.fleet.dispatch import Run, Suspects, Work, dispatch
 from tokenproxy.fleet.health import BreakerState, FleetWatch
 from tokenproxy.fleet.model import FleetModel, choose_model
-from tokenproxy.fleet.queue import FairQueue
+from tokenproxy.fleet.queue import FairQueue, Priority
 from tokenproxy.fleet.replica import Replica
 from tokenproxy.fleet.weights import TIMEOUT_S, Weights
 from tokenproxy.monitoring.exchange import queued
@@ -257,15 +257,15 @@ class Fleet:
 
         priority = admission.priority
         overtakes = not self.queue.has_before(priority) or (suspension.active and not routing.samples)
-        run = take() if overtakes else None
-        if run is not None:
+        if overtakes and (run := take()) is not None:
             return run
-        with queued(for_room=admission.needs_room), self.conversations.waiting(routing.conversation):
-            if admission.needs_room:
+        for_room = priority is not Priority.ADMITTED
+        with queued(for_room=for_room), self.conversations.waiting(routing.conversation):
+            if for_room:
                 with suppress(Overloaded):
-                    run = await self.queue.acquire(routing.tenant, take, priority, admission.wait_s)
-                admission.needs_room = False
-            return run or await self.queue.acquire(routing.tenant, take)
+                    return await self.queue.acquire(routing.tenant, take, priority, admission.wait_s)
+                admission.priority = Priority.ADMITTED  # it waited for as long as it may
+            return await self.queue.acquire(routing.tenant, take)
 
     def next_run(self, routing: Routing, tried: Sequence[Replica]) -> Run | None:
         """Count a request as running on the least loaded replica that was not tried; None if there is none.
