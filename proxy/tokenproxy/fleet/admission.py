@@ -20,7 +20,7 @@ from tokenproxy.fleet.choosing import Routing
 from tokenproxy.fleet.queue import Priority
 
 if TYPE_CHECKING:
-    from tokenproxy.fleet.affinity import Conversations
+    from tokenproxy.fleet.fleet import Fleet
     from tokenproxy.fleet.replica import Replica
 
 _PIECE_BYTES = 4096
@@ -148,28 +148,18 @@ class CacheUse:
 class Admission:
     """Whether one request waits until its conversation has room."""
 
-    def __init__(
-        self,
-        routing: Routing,
-        conversations: "Conversations",
-        replicas: Sequence["Replica"],
-        longest_wait_s: float,
-    ) -> None:
-        """Decide whether it needs room, with what priority it waits for that, and for how long.
-
-        Args:
-            replicas: those that may get requests.
-        """
-        self._conversations = conversations
+    def __init__(self, fleet: "Fleet", routing: Routing) -> None:
+        """Decide whether it needs room, with what priority it waits for that, and for how long."""
+        self._conversations = fleet.conversations
         self._key = routing.conversation if routing.completion else ""
-        active = conversations.find(self._key)
+        active = fleet.conversations.find(self._key)
         self.context = active.context if active else Context(routing.context_ids, routing.beginning)
-        self.wait_s = longest_wait_s - (active.waited_s if active else 0.0)
+        self.wait_s = fleet.admission_wait_s - (active.waited_s if active else 0.0)
         self.priority = Priority.ADMITTED
         if self._key and not self.context.has_room and self.wait_s > 0:
             self.context.ids = routing.context_ids
             # an engine refuses a prompt that is larger than its cache
-            if any(replica.cache.holds(self.context.ids) for replica in replicas):
+            if any(replica.cache.holds(self.context.ids) for replica in fleet.ready):
                 self.priority = Priority.RETURNING if active or routing.holder else Priority.NEW
 
     def with_room(self, replicas: list["Replica"]) -> list["Replica"]:

@@ -81,7 +81,7 @@ class Fleet:
         self.leaving: list[Replica] = []
         """Removed replicas on which requests still run."""
         self._replica_requests = replica_requests or math.inf
-        self._admission_wait_s = admission_wait_s
+        self.admission_wait_s = admission_wait_s
         self.queue: FairQueue[Run] = FairQueue(
             queue_requests, queue_timeout_s, Run.end, self.weights.suspension, clock
         )
@@ -240,8 +240,7 @@ class Fleet:
             await self.weights.refresh()
         if not self.ready and not (suspension.active and routing.samples):
             await self._first_answer()
-
-        admission = Admission(routing, self.conversations, self.ready, self._admission_wait_s)
+        admission = Admission(self, routing)
 
         def take() -> Run | None:
             if suspension.active and routing.samples:
