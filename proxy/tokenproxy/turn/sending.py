@@ -129,7 +129,8 @@ class PlannedTurn:
         prompt_ids = sum([prompt.reused + prompt.appended for prompt in plan.prompts])
         if plan.source is Source.RENDERED and completion.prompt_ids is not None:
             prompt_ids = completion.prompt_ids.count(b",") + 1
-        self.services.fleet.conversations.measure(self.conversation, prompt_ids, completion.sampled)
+        if prompt_ids:  # an engine need not echo a prompt that it renders
+            self.services.fleet.conversations.measure(self.conversation, prompt_ids, completion.sampled)
         await self.services.fleet.weights.confirm(self.tag)
         for choice in completion.choices:
             if not choice.weight_versions:

@@ -13,6 +13,7 @@ from tests.support.fake_vllm import Canned, Reply
 from tests.support.scraping import Scrape
 from tests.support.stepped import elapse, settled, stepped
 from tests.support.talk import CHAT, user
+from tests.support.tiny_model import END, HI
 from tests.support.utils import run_proxy, wait_until
 from tokenproxy.base.http import BytesResponse
 from tokenproxy.fleet.choosing import sticky_least_loaded
@@ -208,6 +209,21 @@ def test_a_first_turn_waits_on_the_wire_and_one_with_an_equal_prompt_does_not(st
             client.post(f"/v1/sessions/{session}/end")
         assert other.result().status_code == 200
         wait_until(lambda: Scrape(client).value("requests_queued_for_room") == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_turn_samples_takes_room(start: Start, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenproxy.fleet.affinity._FIRST_PAUSE_S", 60.0)  # its next turn may still come
+    engine = start()
+    engine.canned["/metrics"] = Canned(_info(1_200))
+    with run_proxy([engine], store="memory:") as client, ThreadPoolExecutor() as pool:
+        engine.replies.append(Reply(ids=(*HI * 500, END)))
+        body = {"messages": [user("Hi")], "stream": stream}
+        assert client.post(CHAT, json=body, headers={"x-session-id": "long"}).status_code == 200
+        waiting = pool.submit(client.post, CHAT, json={"messages": [user("a" * 1_600)]})
+        wait_until(lambda: Scrape(client).value("requests_queued_for_room") == 1)
+        client.post("/v1/sessions/long/end")
+        assert waiting.result().status_code == 200
 
 
 @pytest.mark.parametrize(
