@@ -104,9 +104,9 @@ class CacheUse:
             self.remove(oldest)
         return True
 
-    def holds(self, ids: int) -> bool:
-        """Whether the cache is large enough for a context of so many ids."""
-        return ids + self._block_ids <= self.size
+    def can_hold(self, ids: int) -> bool:
+        """Whether the cache is large enough for a context of so many ids, as far as its size is known."""
+        return 0 < self.size >= ids + self._block_ids
 
     def _shared(self, context: Context) -> int:
         """Ids of a context without room that are in use already."""
@@ -117,7 +117,7 @@ class CacheUse:
         if context.cache is not None:
             context.cache.remove(context)
         context.ids = ids
-        if self.size and self.holds(ids):
+        if self.can_hold(ids):
             context.cache = self
             self.contexts += 1
             self.count(context, 1)
@@ -159,7 +159,7 @@ class Admission:
         if self._key and not self.context.has_room and self.wait_s > 0:
             self.context.ids = routing.context_ids
             # an engine refuses a prompt that is larger than its cache
-            if any(replica.cache.holds(self.context.ids) for replica in fleet.ready):
+            if any(replica.cache.can_hold(self.context.ids) for replica in fleet.ready):
                 self.priority = Priority.RETURNING if active or routing.holder else Priority.NEW
 
     def with_room(self, replicas: list["Replica"]) -> list["Replica"]:

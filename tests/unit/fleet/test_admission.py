@@ -73,7 +73,7 @@ def test_each_context_takes_a_block_more_than_it_has_ids() -> None:
     cache.hold(Context(), 400)
     assert cache.fits(Context(400), _never)
     assert not cache.fits(Context(401), _never)
-    assert (cache.ids, cache.holds(900), cache.holds(901)) == (500, True, False)
+    assert (cache.ids, cache.can_hold(900), cache.can_hold(901)) == (500, True, False)
 
 
 def test_idle_contexts_make_room_only_after_a_while() -> None:
