@@ -177,6 +177,22 @@ async def test_conversations_of_an_engine_that_died_wait_for_room_on_another() -
 
 
 @stepped
+async def test_a_pause_for_weights_costs_no_room_and_does_not_count_as_waiting() -> None:
+    async with fleet_of(*_holding(100), admission_wait_s=_WAIT_S) as fleet:
+        await _converse(fleet, "a")
+        new = _turn(fleet, "b")
+        await settled()
+        fleet.weights.suspension.begin()
+        again = _turn(fleet, "a")
+        await elapse(2 * _WAIT_S)
+        fleet.weights.suspension.end()
+        fleet.queue.wake()
+        await elapse(10.5)
+        assert (again.done(), new.done()) == (True, False)
+        new.cancel()
+
+
+@stepped
 async def test_a_full_queue_lets_conversations_run_without_room() -> None:
     async with fleet_of(*_holding(100), admission_wait_s=_WAIT_S, queue_requests=1) as fleet:
         await _converse(fleet, "a")
