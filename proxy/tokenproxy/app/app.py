@@ -180,6 +180,7 @@ def create_app(
                 replica_requests=settings.replica_requests,
                 watch_interval_s=settings.watch_interval_s,
                 weight_update_timeout_s=settings.weight_update_timeout_s,
+                admission_wait_s=settings.admission_wait_s,
             )
             services = make_services(settings, fleet, metrics, requests)
             services.membership = membership = Membership(

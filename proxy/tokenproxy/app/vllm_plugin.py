@@ -131,6 +131,7 @@ class TokenProxyPlugin:
             [replica],
             watch_interval_s=settings.watch_interval_s,
             weight_update_timeout_s=settings.weight_update_timeout_s,
+            admission_wait_s=settings.admission_wait_s,
         )
         if settings.store == "memory:" and (getattr(args, "api_server_count", 1) or 1) > 1:
             log.warning(

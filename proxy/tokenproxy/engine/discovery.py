@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
+import re
 from dataclasses import dataclass
 
 import msgspec
 
-from tokenproxy.base.errors import EngineBroken, EngineUnavailable, Unsupported
+from tokenproxy.base.errors import ApiError, EngineBroken, EngineUnavailable, Unsupported
 from tokenproxy.base.http import Request
 from tokenproxy.engine.generate import DERENDER_PATH, GENERATE_PATH, RENDER_PATH, GenerateTokenIn
 from tokenproxy.engine.images import EngineImages, find_images
@@ -17,6 +18,11 @@ log = logging.getLogger("tokenproxy")
 
 _PROBE_IDS = [1, 0, 1, 1, 0]
 """Ids that every vocabulary has, in an order that no chat template renders."""
+
+_METRICS_TIMEOUT_S = 10.0
+_CACHE = re.compile(rb"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
+_LABEL = re.compile(rb'\b(kv_cache_size_tokens|num_gpu_blocks|block_size|kv_offloading_size)="([^"]*)"')
+"""Labels of that metric. The first is one from vLLM 0.27 on, at least."""
 
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 _PRINTABLE: tuple[tuple[str, object], ...] = (
@@ -63,6 +69,9 @@ class Capabilities:
     """Its `--logprobs-mode`; empty if unknown."""
     images: EngineImages | None = None
     """How to send it images with exact ids; None if it takes none."""
+    cache: tuple[int, int] = (0, 0)
+    """Number of ids that its KV caches hold, and of those in one block, by its metrics. Both are 0 if it does
+    not report them, or keeps ids elsewhere, too, that it evicts from these caches."""
     weight_versions: bool = False
     """Whether its choices tell on request which weights sampled each id, as those of vLLM from 0.33 on do."""
     parses_ids: bool = False
@@ -108,15 +117,18 @@ async def discover(engine: Engine) -> Capabilities:
     elif parses_ids:
         token_in = GenerateTokenIn()
     names = tuple(model.name for model in models)
-    version, rendered_fields, mode, images = await asyncio.gather(
+    version, rendered_fields, mode, images, cache = await asyncio.gather(
         _version(engine),
         find_rendered_fields(engine),
         _logprobs_mode(engine),
         find_images(engine),
+        _kv_cache(engine),
     )
     model = models[0] if models else None
     weights = _tells_weight_versions(completion)
-    return Capabilities(version, model, names, token_in, rendered_fields, mode, images, weights, parses_ids)
+    return Capabilities(
+        version, model, names, token_in, rendered_fields, mode, images, cache, weights, parses_ids
+    )
 
 
 async def list_models(engine: Engine) -> list[Model]:
@@ -204,6 +216,27 @@ async def _logprobs_mode(engine: Engine) -> str:
     model = config.get("model_config") if isinstance(config, dict) else None
     mode = model.get("logprobs_mode") if isinstance(model, dict) else None
     return mode if isinstance(mode, str) else ""
+
+
+async def _kv_cache(engine: Engine) -> tuple[int, int]:
+    """See `Capabilities.cache`."""
+    try:
+        async with asyncio.timeout(_METRICS_TIMEOUT_S):
+            status, page = await fetch(engine, Request("GET", "/metrics"))
+    except (ApiError, TimeoutError):
+        return 0, 0
+    size = block_ids = 0
+    for cache in _CACHE.findall(page) if status == 200 else ():  # of each data-parallel rank
+        labels = dict(_LABEL.findall(cache))
+        if labels.get(b"kv_offloading_size", b"None") != b"None":
+            return 0, 0
+        blocks, block_ids, ids = (
+            int(value) if (value := labels.get(name, b"")).isdigit() else 0
+            for name in (b"num_gpu_blocks", b"block_size", b"kv_cache_size_tokens")
+        )
+        # the product is wrong for models whose layers need different numbers of blocks
+        size += ids or blocks * block_ids
+    return size, block_ids
 
 
 async def _parses_ids(engine: Engine) -> bool:

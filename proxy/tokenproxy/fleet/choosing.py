@@ -26,6 +26,10 @@ class Routing:
     """Its prompts that continue nothing recorded, as JSON arrays of ids."""
     ids: int = 0
     """Approximate number of ids in its prompt."""
+    context_ids: int = 0
+    """The same, or 0 if images make that unknown."""
+    beginning: Sequence[bytes] = ()
+    """Its prompt, of ids or of messages, as parts of JSON: those of others begin with the same bytes."""
     tenant: str = ""
     model: str = ""
     """The model that it names; empty if none."""

@@ -6,17 +6,26 @@ import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
-from tokenproxy.base.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, NotFound
+from tokenproxy.base.errors import (
+    ApiError,
+    EngineBroken,
+    EngineTimeout,
+    EngineUnavailable,
+    NotFound,
+    Overloaded,
+)
 from tokenproxy.base.http import Request, Response
 from tokenproxy.engine.discovery import NO_TOKEN_IN
+from tokenproxy.fleet.admission import Admission
 from tokenproxy.fleet.affinity import Conversations, PrefixCaches
 from tokenproxy.fleet.choosing import Choose, Routing, sticky_least_loaded
 from tokenproxy.fleet.dispatch import Run, Suspects, Work, dispatch
 from tokenproxy.fleet.health import BreakerState, FleetWatch
 from tokenproxy.fleet.model import FleetModel, choose_model
-from tokenproxy.fleet.queue import FairQueue
+from tokenproxy.fleet.queue import FairQueue, Priority
 from tokenproxy.fleet.replica import Replica
 from tokenproxy.fleet.weights import TIMEOUT_S, Weights
 from tokenproxy.monitoring.exchange import queued
@@ -28,6 +37,8 @@ FIRST_ANSWER_TIMEOUT_S = 30.0
 _DISCOVERY_STEP_S = 0.05
 QUEUE_REQUESTS = 16_384
 """How many requests may wait for a replica."""
+ADMISSION_WAIT_S = 120.0
+"""How long a conversation may wait for room in a cache: some agents give up after 300 s of silence."""
 QUEUE_TIMEOUT_S = 600.0
 """How long a request may wait: as long as clients do by default."""
 
@@ -44,6 +55,7 @@ class Fleet:
         queue_timeout_s: float = QUEUE_TIMEOUT_S,
         watch_interval_s: float = 5.0,
         weight_update_timeout_s: float = TIMEOUT_S,
+        admission_wait_s: float = ADMISSION_WAIT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """A fleet that is not watched yet.
@@ -54,6 +66,8 @@ class Fleet:
             queue_timeout_s: how long each may wait.
             watch_interval_s: seconds between two looks at the weights of the replicas.
             weight_update_timeout_s: how long an admin call may take on a replica.
+            admission_wait_s: how long a conversation may wait for room in a cache, all its turns together; 0
+                lets none wait.
             clock: the time that the event loop's own waits follow.
         """
         self.clock = clock
@@ -67,6 +81,7 @@ class Fleet:
         self.leaving: list[Replica] = []
         """Removed replicas on which requests still run."""
         self._replica_requests = replica_requests or math.inf
+        self.admission_wait_s = admission_wait_s
         self.queue: FairQueue[Run] = FairQueue(
             queue_requests, queue_timeout_s, Run.end, self.weights.suspension, clock
         )
@@ -225,6 +240,7 @@ class Fleet:
             await self.weights.refresh()
         if not self.ready and not (suspension.active and routing.samples):
             await self._first_answer()
+        admission = Admission(self, routing)
 
         def take() -> Run | None:
             if suspension.active and routing.samples:
@@ -235,12 +251,19 @@ class Fleet:
             free = [replica for replica in usable if replica.load.requests < self._replica_requests]
             if not free and suspension.active:
                 free = usable  # the requests that run are paused, so that none ends
-            return Run(self, self._chosen(free, routing), routing) if free else None
+            free = admission.with_room(free)
+            return Run(self, self._chosen(free, routing), routing, admission.context) if free else None
 
-        overtakes = not self.queue.waiting or (suspension.active and not routing.samples)
+        priority = admission.priority
+        overtakes = not self.queue.has_before(priority) or (suspension.active and not routing.samples)
         if overtakes and (run := take()) is not None:
             return run
-        with queued():
+        for_room = priority is not Priority.ADMITTED
+        with queued(for_room=for_room), self.conversations.waiting(routing.conversation):
+            if for_room:
+                with suppress(Overloaded):
+                    return await self.queue.acquire(routing.tenant, take, priority, admission.wait_s)
+                admission.priority = Priority.ADMITTED  # it waited for as long as it may
             return await self.queue.acquire(routing.tenant, take)
 
     def next_run(self, routing: Routing, tried: Sequence[Replica]) -> Run | None:

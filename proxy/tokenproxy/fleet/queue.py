@@ -1,19 +1,21 @@
 """A bounded, fair queue for requests that wait for a free slot on a replica.
 
-Tenants take turns; requests of one tenant are served in the order in which they came. Law, for two tenants
-that both have requests waiting all the time:
+Requests are served by their priority. Within one, tenants take turns; requests of one tenant are served in
+the order in which they came. Law, for two tenants that both have requests of one priority waiting all the
+time:
 
     | requests of one that were served - requests of the other | <= 1
 
 The queue is independent of replicas: it calls `try_take` to get a slot, and a call of `wake` reports that
-one became free. Slots are alike: if the first in line finds none, no other request does.
+one became free. If the first in line finds none, no other request is served.
 """
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Generic, TypeVar
 
 from tokenproxy.base.errors import Overloaded
@@ -57,9 +59,21 @@ class Suspension:
         return self._before - before
 
 
+class Priority(IntEnum):
+    """Which requests are served first."""
+
+    ADMITTED = 0
+    """They wait for a slot alone."""
+    RETURNING = 1
+    """Turns of conversations that lost their room in the cache of a replica."""
+    NEW = 2
+    """First turns of conversations."""
+
+
 @dataclass(slots=True, eq=False)
 class _Waiter(Generic[T]):
     tenant: str
+    priority: Priority
     try_take: Callable[[], T | None]
     future: "asyncio.Future[T]"
 
@@ -93,30 +107,42 @@ class FairQueue(Generic[T]):
         self._clock = clock
         self.waiting = 0
         """Requests that wait now."""
-        self._lines: OrderedDict[str, dict[_Waiter[T], None]] = OrderedDict()
-        """The requests that wait, by tenant, the oldest first; the tenant whose turn it is first. No line is
-        empty, so that a tenant that comes back is the last."""
+        self._lines: tuple[OrderedDict[str, dict[_Waiter[T], None]], ...]
+        self._lines = tuple(OrderedDict() for _ in Priority)
+        """The requests that wait, by priority and tenant, the oldest first; the tenant whose turn it is
+        first. No line is empty, so that a tenant that comes back is the last."""
 
-    async def acquire(self, tenant: str, try_take: Callable[[], T | None]) -> T:
+    def has_before(self, priority: Priority) -> bool:
+        """Whether requests wait that are served before a new one of a priority."""
+        return self.waiting > 0 and any(self._lines[: priority + 1])
+
+    async def acquire(
+        self,
+        tenant: str,
+        try_take: Callable[[], T | None],
+        priority: Priority = Priority.ADMITTED,
+        timeout_s: float | None = None,
+    ) -> T:
         """Take a slot, or wait for one.
 
         Args:
             try_take: takes a slot and returns it, or returns None if none is free. `wake` calls it too, so
                 it must be quick, and must not call the queue. An error that it raises ends the wait of this
                 request.
+            timeout_s: how long it may wait; None for the time of all requests.
 
         Raises:
             Overloaded: as many requests wait as may, or none of the slots became free in time.
         """
-        if not self.waiting and (taken := try_take()) is not None:
+        if not self.has_before(priority) and (taken := try_take()) is not None:
             return taken
         self._refuse_newest(tenant)
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        waiter = _Waiter(tenant, try_take, future)
-        self._lines.setdefault(tenant, {})[waiter] = None
+        waiter = _Waiter(tenant, priority, try_take, future)
+        self._lines[priority].setdefault(tenant, {})[waiter] = None
         self.waiting += 1
         try:
-            await self._wait(future)
+            await self._wait(future, self._timeout_s if timeout_s is None else timeout_s)
         except BaseException:  # cancellation too: nobody would use the slot that the waiter gets
             if not future.done():
                 self._remove(waiter)
@@ -135,8 +161,8 @@ class FairQueue(Generic[T]):
 
         Each is resumed after its slot was taken, so none wakes in vain.
         """
-        while self._lines:
-            tenant, line = next(iter(self._lines.items()))
+        while lines := next(filter(None, self._lines), None):
+            tenant, line = next(iter(lines.items()))
             waiter = next(iter(line))
             try:
                 taken = waiter.try_take()
@@ -146,17 +172,17 @@ class FairQueue(Generic[T]):
                 continue
             if taken is None:
                 return
-            self._lines.move_to_end(tenant)
+            lines.move_to_end(tenant)
             self._remove(waiter)
             waiter.future.set_result(taken)
 
-    async def _wait(self, future: "asyncio.Future[T]") -> None:
+    async def _wait(self, future: "asyncio.Future[T]", timeout_s: float) -> None:
         """Wait for a slot, for as long as a request may. A suspension does not count."""
         began, suspended_s = self._clock(), self._suspension.seconds()
-        left_s = self._timeout_s
+        left_s = timeout_s
         while not future.done() and left_s > 0:
             await asyncio.wait([future], timeout=left_s)
-            left_s = began + self._timeout_s - self._clock() + self._suspension.seconds() - suspended_s
+            left_s = began + timeout_s - self._clock() + self._suspension.seconds() - suspended_s
             if self._suspension.active:
                 left_s = max(left_s, _SUSPENDED_STEP_S)
 
@@ -170,16 +196,20 @@ class FairQueue(Generic[T]):
             return
         message = f"{self.waiting} requests already wait for a replica: try again later"
         refusal = Overloaded(message, code="queue_full", retry_after=_RETRY_AFTER_S)
-        most = max(self._lines.values(), key=len, default={})
-        if len(most) <= 1 + len(self._lines.get(tenant, ())):
+        counts = Counter[str]()
+        for lines in self._lines:
+            counts.update({each: len(line) for each, line in lines.items()})
+        most = max(counts, key=counts.__getitem__, default=tenant)
+        if counts[most] <= 1 + counts[tenant]:
             raise refusal
-        newest = next(reversed(most))
+        newest = next(reversed(next(lines[most] for lines in reversed(self._lines) if most in lines)))
         self._remove(newest)
         newest.future.set_exception(refusal)
 
     def _remove(self, waiter: _Waiter[T]) -> None:
-        line = self._lines[waiter.tenant]
+        lines = self._lines[waiter.priority]
+        line = lines[waiter.tenant]
         del line[waiter]
         self.waiting -= 1
         if not line:
-            del self._lines[waiter.tenant]
+            del lines[waiter.tenant]

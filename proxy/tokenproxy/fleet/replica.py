@@ -21,6 +21,7 @@ from tokenproxy.base.errors import (
 from tokenproxy.base.http import Request
 from tokenproxy.engine.discovery import NO_TOKEN_IN, Capabilities, CredentialRequired, discover, list_models
 from tokenproxy.engine.protocol import Engine, EngineWithCredential, fetch
+from tokenproxy.fleet.admission import CacheUse
 from tokenproxy.fleet.health import Breaker
 from tokenproxy.fleet.load import Load
 from tokenproxy.fleet.tokenizers import Tokenizers
@@ -84,6 +85,7 @@ class Replica:
         self.engine = engine
         self.name = engine.name
         self.load = Load(clock)
+        self.cache = CacheUse()
         self.breaker = Breaker(clock)
         self.draining = False
         """Whether it gets no more requests, and those that run end."""
@@ -174,6 +176,7 @@ class Replica:
         log.warning("%s is down: %s", self.name, problem.message)
         self.metrics.replica_ejected(self.name, "unreachable")
         self.capabilities = None
+        self.cache.size = 0  # no conversation has room there any more
         self.engine.verify(None)
         self._tokenizers.forget(self.questions)
         self.fleet.settle_model()
@@ -340,6 +343,7 @@ class Replica:
                 log.warning("%s: %s", self.name, NO_TOKEN_IN)
             await self.fleet.weights.greet(self)  # it may have been restarted with other weights
             self.capabilities = capabilities
+            self.cache = CacheUse(*capabilities.cache)
             self.engine.verify(self._verify)
             self.breaker.reset()
             self.load.responded = False
@@ -382,7 +386,8 @@ class Replica:
         return ReplicaState.EJECTED if self.breaker.opens_for_s() else ReplicaState.READY
 
     def report_state(self) -> None:
-        """Show the state in the metrics, if it changed."""
+        """Show the state in the metrics, if it changed, and how many conversations have room."""
         if (state := self.state) is not self._reported:
             self._reported = state
             self.metrics.replica_state(self.name, state)
+        self.metrics.replica_admitted(self.name, self.cache.contexts)

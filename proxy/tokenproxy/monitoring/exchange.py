@@ -93,8 +93,8 @@ def waiting() -> Iterator[None]:
 
 
 @contextmanager
-def queued() -> Iterator[None]:
+def queued(*, for_room: bool = False) -> Iterator[None]:
     """Count the running request as waiting for a replica. The wait is not time that the proxy adds."""
     exchange = _running.get()
-    with waiting(), exchange.metrics.queue() if exchange is not None else nullcontext():
+    with waiting(), exchange.metrics.queue(for_room=for_room) if exchange is not None else nullcontext():
         yield

@@ -12,7 +12,7 @@ serve --workers N` do the same (`tokenproxy.app.workers.metrics`).
 import asyncio
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import StrEnum
 from functools import cache, partial
 from time import perf_counter
@@ -179,6 +179,11 @@ class Metrics:
         self.queued = InFlight(
             self._gauge("requests_queued", "Requests that wait in the proxy for a replica.")
         )
+        self.queued_for_room = InFlight(
+            self._gauge(
+                "requests_queued_for_room", "Those whose conversations wait for room in a replica's cache."
+            )
+        )
         self.queue_time = self._histogram(
             "queue_seconds", "Seconds that requests waited in the proxy for a replica.", _SLOW_S
         )
@@ -206,6 +211,10 @@ class Metrics:
             "replica_requests_in_flight", "Requests that were sent to a replica and are not over.", "replica"
         )
         self._replicas: dict[str, InFlight] = {}
+        self._admitted = self._gauge(
+            "replica_admitted_conversations",
+            "Conversations whose ids have room in the cache of a replica, by its proxy's count.", "replica",
+        )  # fmt: skip
         self.admin_calls = self._counter(
             "admin_calls", "Calls that were sent to all replicas, by how many of them succeeded.",
             "route", "result",
@@ -233,14 +242,19 @@ class Metrics:
 
     def report_in_flight(self) -> None:
         """Set the gauges of what is in flight."""
-        for each in (self.in_flight, self.queued, self.store_calls, *self._replicas.values()):
+        counts = self.in_flight, self.queued, self.queued_for_room, self.store_calls
+        for each in (*counts, *self._replicas.values()):
             each.report()
 
     @contextmanager
-    def queue(self) -> Iterator[None]:
-        """Count a request as queued while it waits in the proxy, and observe how long it waited."""
+    def queue(self, *, for_room: bool) -> Iterator[None]:
+        """Count a request as queued while it waits in the proxy, and observe how long it waited.
+
+        Args:
+            for_room: whether it waits for room in a replica's cache.
+        """
         began = perf_counter()
-        with self.queued:
+        with self.queued, self.queued_for_room if for_room else nullcontext():
             try:
                 yield
             finally:
@@ -251,13 +265,17 @@ class Metrics:
         for each in ReplicaState:
             self._state.labels(replica, each).set(1 if each is state else 0)
 
+    def replica_admitted(self, replica: str, conversations: int) -> None:
+        """Report how many conversations have room in the cache of a replica."""
+        self._admitted.labels(replica).set(conversations)
+
     def replica_removed(self, replica: str) -> None:
         """Drop what was reported of a replica: a fleet whose addresses change must not fill the page."""
         for state in ReplicaState:
             self._state.labels(replica, state).set(0)
         self._replicas.pop(replica, None)
         # where files keep their series, the merged page leaves out a replica that is in no state
-        _remove({"replica": replica}, self._state, self._load, self._ejections)
+        _remove({"replica": replica}, self._state, self._load, self._ejections, self._admitted)
 
     def replica_ejected(self, replica: str, reason: str) -> None:
         """Count that a replica was taken out of use; `reason` is one of few snake_case words."""

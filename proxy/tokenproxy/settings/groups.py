@@ -99,6 +99,12 @@ class EngineSettings(_Group):
     replica_requests: int = Field(
         default=2048, ge=0, description="requests that may run on one replica at once; 0 for no limit"
     )
+    admission_wait_s: float = Field(
+        default=120.0,
+        ge=0,
+        description="seconds that a conversation may wait, all its turns together, until its ids fit into "
+        "the KV cache of a replica; 0 lets none wait",
+    )
 
     @field_validator("upstreams", mode="after")
     @classmethod

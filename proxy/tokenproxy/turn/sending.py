@@ -40,6 +40,8 @@ _BAD_REQUEST = 400
 _ASKS_WEIGHTS = "return_weight_versions"
 _PROMPT_FIELDS: Mapping[str, str] = {EngineRoute.COMPLETIONS: "prompt", EngineRoute.GENERATE: "token_ids"}
 _SESSION_HEADER = b"x-session-id"
+_IMAGE_DATA = b";base64,"
+"""In a URL with the data of an image, whose length tells nothing of the number of its ids."""
 _TRUE = msgspec.Raw(b"true")
 _NO_ALTERNATIVES = msgspec.Raw(b"0")
 """The number of alternatives with which the log-probabilities of sampled ids are requested."""
@@ -76,6 +78,8 @@ class PlannedTurn:
     """Only after it was sent."""
     tag: WeightTag = field(init=False)
     """The versions of the weights that sample it; only after it was sent."""
+    conversation: str = field(init=False)
+    """As in its `routing`; only after that was made."""
     hides_weights: bool = field(init=False, default=False)
     """Whether the engine was asked which weights sampled its ids, and not by the client."""
     aborts: int = field(init=False, default=0)
@@ -195,8 +199,17 @@ class PlannedTurn:
             and not flag(request.fields, _ASKS_WEIGHTS)
         )
 
-    async def add_weights(self, completion: Completion) -> None:
-        """Add their segments to choices that ended, and the weights that no engine reported."""
+    async def complete(self, completion: Completion) -> None:
+        """Add their segments to choices that ended, and the weights that no engine reported.
+
+        The fleet learns how many ids the conversation has now.
+        """
+        plan = self.plan
+        prompt_ids = sum([prompt.reused + prompt.appended for prompt in plan.prompts])
+        if plan.source is Source.RENDERED and completion.prompt_ids is not None:
+            prompt_ids = completion.prompt_ids.count(b",") + 1
+        if prompt_ids:  # an engine need not echo a prompt that it renders
+            self.services.fleet.conversations.measure(self.conversation, prompt_ids, completion.sampled)
         await self.services.fleet.weights.confirm(self.tag)
         for choice in completion.choices:
             if self._parts:
@@ -230,18 +243,25 @@ class PlannedTurn:
         """The facts by which the fleet chooses a replica."""
         request, plan = self.request, self.plan
         ids, holder, prompts = 0, "", []
+        beginning: tuple[bytes, ...] = (plan.prompt,)
         for prompt in plan.prompts:
             ids += prompt.reused + prompt.appended
             holder = holder or prompt.placement.holder
             if prompt.prompt and not prompt.placement.holder:
                 prompts.append(prompt.prompt)
+        context_ids = ids
         if plan.source is Source.RENDERED:
             ids = len(request.messages or request.retry.body) // BYTES_PER_ID
+            beginning = (request.rendering.tools, request.messages)
+            context_ids = 0 if _IMAGE_DATA in request.messages else sum(map(len, beginning)) // BYTES_PER_ID
+        self.conversation = _conversation(plan) if not plan.others else plan.rollout or ""
         return Routing(
-            conversation=_conversation(plan) if not plan.others else plan.rollout or "",
+            conversation=self.conversation,
             holder=holder,
             prompts=prompts,
             ids=ids,
+            context_ids=context_ids,
+            beginning=beginning,
             tenant=request.tenant,
             model=request.model or "",
             completion=True,

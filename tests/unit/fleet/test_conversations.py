@@ -1,7 +1,12 @@
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from tests.unit.fleet.conftest import Clock
+from tokenproxy.fleet.admission import CacheUse
 from tokenproxy.fleet.affinity import Conversations
+from tokenproxy.fleet.choosing import Routing
 
 
 @pytest.fixture
@@ -9,10 +14,15 @@ def conversations(clock: Clock) -> Conversations:
     return Conversations(10.0, clock)
 
 
+def begin(conversations: Conversations, key: str, replica: str) -> None:
+    chosen: Any = SimpleNamespace(name=replica, cache=CacheUse())
+    conversations.begin(Routing(conversation=key, completion=True), chosen)
+
+
 def test_the_replica_of_the_last_turn_holds_it_until_it_is_ended(conversations: Conversations) -> None:
-    conversations.begin("x", "a")
+    begin(conversations, "x", "a")
     conversations.finish("x")
-    conversations.begin("x", "b")
+    begin(conversations, "x", "b")
     assert conversations.holder("x") == "b"
     assert (conversations.count("a"), conversations.count("b")) == (0, 1)
     conversations.finish("x")
@@ -21,9 +31,9 @@ def test_the_replica_of_the_last_turn_holds_it_until_it_is_ended(conversations: 
 
 
 def test_one_that_is_idle_no_longer_counts(conversations: Conversations, clock: Clock) -> None:
-    conversations.begin("idle", "a")
+    begin(conversations, "idle", "a")
     conversations.finish("idle")
-    conversations.begin("running", "a")
+    begin(conversations, "running", "a")
     clock.now = 11
     assert conversations.count("a") == 1
     conversations.finish("running")
@@ -34,7 +44,7 @@ def test_one_that_is_idle_no_longer_counts(conversations: Conversations, clock: 
 def test_equal_requests_of_one_conversation_count_once(conversations: Conversations, clock: Clock) -> None:
     """Samples of one conversation that run at once."""
     for _ in range(3):
-        conversations.begin("x", "a")
+        begin(conversations, "x", "a")
     for _ in range(2):
         conversations.finish("x")
     clock.now = 11
