@@ -67,11 +67,17 @@ class Resume:
         self._fruitless = self._times_anew = 0
         """How often in a row no id came, and how often it was sampled anew."""
 
-    def covers(self, completion: Completion) -> bool:
-        """Whether the turn may go on after a chunk with which its engine breaks off."""
+    def covers(self, completion: Completion, *, complete: bool) -> bool:
+        """Whether the turn may go on after a chunk with which its engine breaks off.
+
+        Args:
+            complete: whether all choices have ended. vLLM sends no finish reason of a request that it aborts
+                before it sampled, only the usage of the stream.
+        """
         reasons = {choice.finish_reason for choice in completion.choices or ()}
         failed = "error" in reasons or (completion.error is not ABSENT and not is_null(completion.error))
-        return self._possible and (failed or (ABORTED in reasons and self._aborts_too))
+        silent = not (completion.choices or complete) and completion.usage is not None
+        return self._possible and (failed or ((ABORTED in reasons or silent) and self._aborts_too))
 
     def give_up(self) -> None:
         """The turn does not go on, whatever follows."""

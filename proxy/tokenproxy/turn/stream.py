@@ -178,6 +178,7 @@ class RecordedStream:
         """Hold the end of a chunk with which the engine breaks off. Returns its rest; None if it has none."""
         completion = read.completion
         if not completion.choices:
+            self._aborted |= completion.usage is not None
             self._ends.append(event)  # an error, or the usage of a turn that may go on
             return None
         self._aborted |= any(choice.finish_reason == ABORTED for choice in completion.choices)
@@ -215,7 +216,8 @@ class RecordedStream:
             return self._end
         parsed = parsing.parse(data, tokens=self._answer.reads_tokens, one_prompt=self._reader.batch is None)
         self._first = self._first or parsed.completion
-        if self._resume.covers(parsed.completion) or (self._ends and not parsed.completion.choices):
+        breaks_off = self._resume.covers(parsed.completion, complete=self._reader.complete)
+        if breaks_off or (self._ends and not parsed.completion.choices):
             rest = self._without_end(event, parsed)
             if rest is None:
                 return None

@@ -32,7 +32,7 @@ from tokenproxy.demo import EngineStartError
 from tokenproxy.demo.stack import EngineProcess
 
 _CONVERSATIONS, _TURNS, _TOKENS = 40, 6, 32
-_UPDATE_EVERY_S = 6.0
+_UPDATE_EVERY_S, _OFTEN_S = 6.0, 1.0
 _KILLS_AFTER_S = (20.0, 60.0)
 _SAMPLES_S = 3.0
 _DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -127,11 +127,13 @@ def fleet(model: Path, tmp_path: Path) -> Iterator[tuple[list[EngineProcess], st
         yield engines, proxy.url
 
 
-def _disturb(engines: list[EngineProcess], url: str, ended: Event, kills_after_s: Sequence[float]) -> None:
+def _disturb(
+    engines: list[EngineProcess], url: str, ended: Event, kills_after_s: Sequence[float], every_s: float
+) -> None:
     """Update the weights again and again, and kill the first engine each time so many seconds have passed."""
     began, kills, version = time.monotonic(), list(kills_after_s), 0
     with httpx.Client(base_url=url, timeout=120) as http:
-        while not ended.wait(_UPDATE_EVERY_S):
+        while not ended.wait(every_s):
             version += 1
             assert http.post("/pause", params={"mode": "abort"}).status_code in (200, 424, 503)
             http.post("/update_weight_version", json={"new_version": str(version)})
@@ -155,9 +157,14 @@ def _starts(engine: EngineProcess) -> bool:
 
 
 @contextmanager
-def _disturbed(engines: list[EngineProcess], url: str, kills_after_s: Sequence[float] = ()) -> Iterator[None]:
+def _disturbed(
+    engines: list[EngineProcess],
+    url: str,
+    kills_after_s: Sequence[float] = (),
+    every_s: float = _UPDATE_EVERY_S,
+) -> Iterator[None]:
     ended = Event()
-    disturbing = Thread(target=_disturb, args=(engines, url, ended, kills_after_s))
+    disturbing = Thread(target=_disturb, args=(engines, url, ended, kills_after_s, every_s))
     disturbing.start()
     try:
         yield
@@ -210,14 +217,15 @@ def test_claude_code_and_codex_notice_no_update(
         for command in programs[name]:
             run_command(url, homes[name], name, *command, patience_s=300, DISABLE_AUTO_COMPACT="1")
 
-    with _disturbed(engines, url), ThreadPoolExecutor(2) as threads:
+    with _disturbed(engines, url, every_s=_OFTEN_S), ThreadPoolExecutor(2) as threads:
         works = [threads.submit(work, name) for name in programs]
     resumed = 0
     for done, name in zip(works, programs, strict=True):
         done.result()
+        with Client(url) as client:
+            session, samples = client.session(name), client.samples(name).samples
+        assert session.refusals == 0, session.last_refusal
         turns, _ = check_tree(url, name)
         assert [turn["finish_reason"] for turn in turns].count("abort") == 0
-        with Client(url) as client:
-            samples = client.samples(name).samples
         resumed += sum(bool(turn["segments"]) for sample in samples for turn in sample["turns"])
     assert resumed >= 2

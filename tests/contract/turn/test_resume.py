@@ -106,6 +106,19 @@ def test_an_abort_goes_on_only_where_that_is_set(tiny_model: TinyModel, variant:
                 assert (turn["ids"], turn["finish_reason"]) == (expected, "stop" if goes_on else "abort")
 
 
+def test_an_abort_before_the_first_id(tiny_model: TinyModel) -> None:
+    """vLLM's stream then has a role, the usage and an end, and no finish reason."""
+    with _two(tiny_model, Variant.CHAT, resume="all") as two:
+        two.script(Reply(ids=()), Reply(ids=()), Reply(ids=SPLIT))
+        body = {"messages": [user("Hi")], "stream": True, **_EVIDENCE}
+        answer = two.client.post(CHAT, json=body, headers={"x-session-id": "s"})
+        assert [
+            chunk["usage"]["completion_tokens"] for chunk in data_of(answer.content) if chunk.get("usage")
+        ] == [len(SPLIT)]
+        turn = _turn(two.client, "s")
+        assert (turn["ids"], turn["finish_reason"]) == (list(SPLIT), "stop")
+
+
 def test_an_abort_that_somebody_asked_for_stays_one(tiny_model: TinyModel) -> None:
     with _two(tiny_model, Variant.CHAT, resume="all") as two:
         for engine in two.engines:
