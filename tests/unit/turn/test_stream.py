@@ -49,7 +49,7 @@ class _Response:
 class _NeverResumed:
     """A turn that does not go on after a break."""
 
-    def covers(self, completion: object) -> bool:
+    def covers(self, completion: object, *, complete: bool) -> bool:
         return False
 
     async def end_segment(self, rests: object, why: str) -> bool:
