@@ -35,7 +35,7 @@ Work = Callable[[Replica], Awaitable[Response]]
 REFUSED_S = 60.0
 """How long a request equal to one that ended an engine is refused."""
 _REMEMBERED_DEATHS = 4096
-_SUSPECT, ALONE, AMONG_OTHERS, SAMPLING = 4, 4, 2, 1
+_SUSPECT, ALONE, AMONG_OTHERS, GOES_ON = 4, 4, 2, 1
 """The suspicion at which a request is refused; and what a death adds to it, by how the request ran."""
 _JSON = b"application/json"
 _ERROR_EVENT = re.compile(rb'(?:event: ?error\r?\n)?data: ?(\{"error".*\})\r?\n\r?\n')
@@ -52,8 +52,8 @@ class Suspects:
 
     Nothing tells which of the requests that ran on an engine ended it, or whether one of them did. One that
     ran alone is the suspect; of several each may run once more, and one that sees a second engine die is the
-    suspect then; one that goes on from its ids, only after four. A suspect is refused for a while, also where
-    its client sends it again.
+    suspect then; one that may go on from its ids, only after four: it runs for long. A suspect is refused for
+    a while, also where its client sends it again.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -207,7 +207,7 @@ class Run:
 
         Args:
             problem: what counts against the replica, if its engine still responds.
-            sampling: whether the engine had sampled for it, and it goes on from there.
+            sampling: whether the engine had sampled for it.
         """
         replica, digest = self.replica, self._routing.digest
         if await replica.confirm():
@@ -218,7 +218,9 @@ class Run:
             return True
         death = (replica.name, replica.discoveries)
         suspicion = ALONE if self._lease.alone else AMONG_OTHERS
-        return self._fleet.suspects.engine_died(digest(), death, SAMPLING if sampling else suspicion)
+        if self._routing.goes_on and (sampling or suspicion == AMONG_OTHERS):
+            suspicion = GOES_ON
+        return self._fleet.suspects.engine_died(digest(), death, suspicion)
 
     async def _begun(self, response: Response) -> Response:
         """The response, its beginning read: itself for a stream, else the whole body.
@@ -258,7 +260,7 @@ class Run:
                 yield chunk
                 chunk = await anext(self._chunks, None)
         except EngineBroken as problem:
-            await self.survived(problem, sampling=self._routing.goes_on)
+            await self.survived(problem, sampling=True)
             raise
         except EngineTimeout as problem:
             self._fleet.failed(replica, problem)

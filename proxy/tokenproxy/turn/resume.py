@@ -64,8 +64,9 @@ class Resume:
         self._aborts_too = turn.services.settings.resume is ResumePolicy.ALL
         self._possible = turn.resumable
         self._sampled = -1
-        self._fruitless = self._times_anew = 0
-        """How often in a row no id came, and how often it was sampled anew."""
+        self._fruitless = {ABORTED: 0, "": 0}
+        """How often in a row no id came: after aborts, and after failures."""
+        self._times_anew = 0
 
     def covers(self, completion: Completion, *, complete: bool) -> bool:
         """Whether the turn may go on after a chunk with which its engine breaks off.
@@ -193,13 +194,17 @@ class Resume:
     async def _may_repeat(self, rests: Sequence[Rest], why: str) -> bool:
         """Whether something came since the last break, or it may be tried again without that."""
         sampled = sum(len(rest.sampled) for rest in rests)
-        self._fruitless = self._fruitless + 1 if sampled == self._sampled else 0
+        kind = ABORTED if why == ABORTED else ""
+        if sampled == self._sampled:
+            self._fruitless[kind] += 1
+        else:
+            self._fruitless = dict.fromkeys(self._fruitless, 0)
         self._sampled = sampled
         if why == ABORTED and await self._was_asked():
             return False
-        if self._fruitless:
+        if self._fruitless[kind]:
             await asyncio.sleep(_RETRY_S)
-        return self._fruitless < (_FRUITLESS_ABORTS if why == ABORTED else _FRUITLESS_FAILURES)
+        return self._fruitless[kind] < (_FRUITLESS_ABORTS if kind else _FRUITLESS_FAILURES)
 
     async def _was_asked(self) -> bool:
         """Whether somebody asked for an abort since the turn was sent the last time, or nothing tells."""

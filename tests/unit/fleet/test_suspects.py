@@ -1,5 +1,5 @@
 from tests.unit.fleet.conftest import Clock
-from tokenproxy.fleet.dispatch import ALONE, AMONG_OTHERS, REFUSED_S, SAMPLING, Suspects
+from tokenproxy.fleet.dispatch import ALONE, AMONG_OTHERS, GOES_ON, REFUSED_S, Suspects
 
 
 def test_one_of_several_runs_once_more() -> None:
@@ -28,4 +28,4 @@ def test_deaths_that_are_far_apart_are_not_added() -> None:
 def test_one_that_ran_alone_is_the_suspect_and_one_that_goes_on_only_after_four() -> None:
     suspects = Suspects(Clock())
     assert not suspects.engine_died(b"a", "first", ALONE)
-    assert [suspects.engine_died(b"b", death, SAMPLING) for death in range(4)] == [True, True, True, False]
+    assert [suspects.engine_died(b"b", death, GOES_ON) for death in range(4)] == [True, True, True, False]
