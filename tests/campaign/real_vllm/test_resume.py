@@ -31,10 +31,11 @@ from tokenproxy.client import Client
 from tokenproxy.demo import EngineStartError
 from tokenproxy.demo.stack import EngineProcess
 
-_CONVERSATIONS, _TURNS, _TOKENS = 40, 6, 32
+_CONVERSATIONS, _TURNS, _TOKENS = 40, 6, 80
 _UPDATE_EVERY_S, _OFTEN_S = 6.0, 3.0
-_KILLS_AFTER_S = (20.0, 60.0)
+_KILLS_AFTER_S = (8.0, 45.0)
 _SAMPLES_S = 3.0
+_PAUSE = {"mode": "abort", "clear_cache": "false"}
 _DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 _FLAGS = ("--enable-scale-out", "--gpu-memory-utilization", "0.25")
 _PARAMETERS = {"type": "object", "properties": {"where": {"type": "string"}}}
@@ -128,18 +129,14 @@ def fleet(model: Path, tmp_path: Path) -> Iterator[tuple[list[EngineProcess], st
 
 
 def _disturb(
-    engines: list[EngineProcess], url: str, ended: Event, kills_after_s: Sequence[float], every_s: float
+    engines: list[EngineProcess], url: str, ended: Event, kills: list[float], every_s: float
 ) -> None:
-    """Update the weights again and again, and kill the first engine each time so many seconds have passed."""
-    began, kills, version = time.monotonic(), list(kills_after_s), 0
+    """Update the weights again and again. `kills`: after how many seconds the first engine is killed."""
+    began, version = time.monotonic(), 0
     with httpx.Client(base_url=url, timeout=120) as http:
         while not ended.wait(every_s):
             version += 1
-            assert http.post("/pause", params={"mode": "abort", "clear_cache": "false"}).status_code in (
-                200,
-                424,
-                503,
-            )
+            assert http.post("/pause", params=_PAUSE).status_code in (200, 424, 503)
             http.post("/update_weight_version", json={"new_version": str(version)})
             http.post("/resume")
             if kills and time.monotonic() - began > kills[0]:
@@ -167,11 +164,13 @@ def _disturbed(
     kills_after_s: Sequence[float] = (),
     every_s: float = _UPDATE_EVERY_S,
 ) -> Iterator[None]:
-    ended = Event()
-    disturbing = Thread(target=_disturb, args=(engines, url, ended, kills_after_s, every_s))
+    """Meanwhile the engines are updated, and the first one is killed as often as is said."""
+    ended, kills = Event(), list(kills_after_s)
+    disturbing = Thread(target=_disturb, args=(engines, url, ended, kills, every_s))
     disturbing.start()
     try:
         yield
+        assert kills == []
     finally:
         ended.set()
         disturbing.join()
