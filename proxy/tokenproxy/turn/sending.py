@@ -24,14 +24,15 @@ from tokenproxy.monitoring.exchange import running_exchange, span
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.monitoring.spans import Span, Value
 from tokenproxy.record.claims import Claims
-from tokenproxy.record.completion import Completion, SampledChoice
+from tokenproxy.record.completion import Completion
 from tokenproxy.record.given import plan_given, plan_prefix
 from tokenproxy.record.images import single_placeholders
 from tokenproxy.record.plan import PromptPlan, ServedModel
-from tokenproxy.record.turn import Segment, WeightSpan
+from tokenproxy.record.turn import WeightSpan
 from tokenproxy.record.vocabulary import Reason, Source
 from tokenproxy.turn.required_prefix import render_with_prefix
 from tokenproxy.turn.rest import Rest, begun_anew, can_resume, check_text, constrained, rest_fields
+from tokenproxy.turn.segments import Segments
 from tokenproxy.turn.services import Services
 
 _IMAGE_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs")
@@ -45,24 +46,6 @@ _IMAGE_DATA = b";base64,"
 _TRUE = msgspec.Raw(b"true")
 _NO_ALTERNATIVES = msgspec.Raw(b"0")
 """The number of alternatives with which the log-probabilities of sampled ids are requested."""
-
-
-@dataclass(slots=True)
-class _Part:
-    """A segment of a turn, before it is known how many ids its choices have."""
-
-    tag: WeightTag
-    """Of all choices that have none in `tags`."""
-    before: Mapping[int, int] | None = None
-    """How many ids each choice had that had not ended, by its index; None in the first part: none."""
-    ended: str = ""
-    """As `Segment.ended`."""
-    tags: dict[int, WeightTag] = field(default_factory=dict)
-    """Of the choices that were resumed, by their index."""
-
-    def tag_of(self, choice: int) -> WeightTag:
-        """The tag of a choice, given its index."""
-        return self.tags.get(choice, self.tag)
 
 
 @dataclass(slots=True)
@@ -86,10 +69,7 @@ class PlannedTurn:
     """`FleetState.aborts` when all of it was sent."""
     parses_ids: bool = field(init=False, default=False)
     """Whether the engine of `send_rest` parses the ids from before the break too."""
-    _parts: list[_Part] = field(init=False, default_factory=list)
-    """The segments that ended, and the one that runs, of a turn that was resumed."""
-    _dropped: list[Segment] = field(init=False, default_factory=list)
-    """Those whose ids do not count, because the turn was sampled anew."""
+    segments: Segments = field(init=False, default_factory=Segments)
 
     async def send(self, replica: Replica) -> Response:
         """Send the turn to a replica.
@@ -119,7 +99,7 @@ class PlannedTurn:
         """
         fields = rest_fields(self._begin(replica), rest)
         headers = _headers(self.request, self.plan)
-        self._parts[-1].tags[rest.choice] = self.tag
+        self.segments.begin_choice(rest.choice, self.tag)
         capabilities = replica.require_capabilities()
         self.parses_ids = capabilities.parses_ids and bool(rest.sampled)
         token_in = GenerateTokenIn() if self.parses_ids else capabilities.require_token_in()
@@ -138,21 +118,9 @@ class PlannedTurn:
     async def end_segment(self, sampled: Mapping[int, int] | None, why: str) -> None:
         """The engine broke off: what is sampled from now on belongs to another segment.
 
-        Args:
-            sampled: number of the ids so far of each choice that has not ended; None if the turn is sampled
-                anew.
-            why: why it broke off.
+        Args: as `Segments.end`.
         """
-        ended = self._parts[-1] if self._parts else _Part(self.tag)
-        for tag in (ended.tag, *ended.tags.values()):
-            await self.services.fleet.weights.confirm(tag)
-            tag.end()
-        ended.ended = why
-        if sampled is None:
-            self._dropped.append(Segment(ended.tag.replica, 0, 0, why))
-            self._parts = [_Part(self.tag)]
-        else:
-            self._parts = [*self._parts[:-1], ended, _Part(self.tag, sampled)]
+        await self.segments.end(self.services.fleet.weights, self.tag, sampled, why)
 
     def _begin(self, replica: Replica) -> Fields:
         """The fields of the request for a replica, to which it is about to be sent."""
@@ -161,8 +129,7 @@ class PlannedTurn:
         request, plan, services = self.request, self.plan, self.services
         self.replica, weights = replica, services.fleet.weights
         self.tag = weights.begin(replica, stream=request.stream)
-        if self._parts:
-            self._parts[-1].tag = self.tag
+        self.segments.begin(self.tag)
         recorded = plan.placement.conversation is not None
         fields = _request_for_engine(request, evidence=recorded or request.visible.on_messages)
         if services.settings.cache_salt_by_version and replica.weight_version is not None:
@@ -212,32 +179,11 @@ class PlannedTurn:
             self.services.fleet.conversations.measure(self.conversation, prompt_ids, completion.sampled)
         await self.services.fleet.weights.confirm(self.tag)
         for choice in completion.choices:
-            if self._parts:
-                self._add_segments(choice)
+            if self.segments:
+                self.segments.add_to(choice, begun_anew(self.request.fields))
             elif not choice.weight_versions:
                 spans, choice.weights_uncertain = self.tag.spans(choice.index, len(choice.ids or ()))
                 choice.weight_versions = tuple(WeightSpan(*span) for span in spans)
-
-    def _add_segments(self, choice: SampledChoice) -> None:
-        """Add its segments and their weights to a choice of a turn that was resumed."""
-        index, count, told = choice.index, len(choice.ids or ()), choice.weight_versions
-        parts = [part for part in self._parts if part.before is None or index in part.before]
-        starts = [part.before[index] if part.before else 0 for part in parts]
-        segments: list[Segment] = [*self._dropped]
-        weights: list[WeightSpan] = []
-        for part, start, end in zip(parts, starts, [*starts[1:], count], strict=True):
-            tag = part.tag_of(index)
-            segments.append(Segment(tag.replica, start, end, "" if part is parts[-1] else part.ended))
-            if start == end:
-                continue  # the engine broke off before it sampled
-            reported = [span for span in told if start <= span.start < end]
-            if not reported:
-                spans, uncertain = tag.spans(index, end - start)
-                reported = [WeightSpan(version, start + at, start + to) for version, at, to in spans]
-                choice.weights_uncertain |= uncertain
-            weights += reported
-        choice.segments, choice.weight_versions = tuple(segments), tuple(weights)
-        choice.began_anew = begun_anew(self.request.fields) if len(segments) > 1 else ()
 
     def routing(self) -> Routing:
         """The facts by which the fleet chooses a replica."""
