@@ -41,7 +41,7 @@ _ENOUGH_BYTES = 120
 
 
 class Link(NamedTuple):
-    """The part of a chain that a turn belongs to."""
+    """The place of a turn in a chain of conversations."""
 
     number: int = 0
     """Position in the chain."""
@@ -50,7 +50,7 @@ class Link(NamedTuple):
 
 
 def links_of(turns: Sequence[Turn], classes: Mapping[str, str]) -> dict[str, Link]:
-    """The segment of each turn of a rollout, by its id.
+    """The place of each turn of a rollout in its chain, by its id.
 
     Args:
         turns: all turns of the rollout, in any order.

@@ -1,4 +1,4 @@
-"""The segments of a turn that goes on after its engine broke off: what was sampled where, by which weights."""
+"""The segments of a turn whose engine broke off: what was sampled where, and by which weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
