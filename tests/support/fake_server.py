@@ -128,7 +128,7 @@ class FakeServer:
             app,
             handler_cancellation=True,
             access_log=None,
-            shutdown_timeout=0.0,
+            shutdown_timeout=0.01,  # 0 is no timeout: a connection accepted last would be waited for
             auto_decompress=False,
             max_line_size=2**20,  # like vLLM, which takes long lines and headers
             max_field_size=2**20,
