@@ -62,7 +62,7 @@ async def test_a_path_is_chosen_in_the_tree_and_in_its_menu(viewer: Viewer, smal
     await viewer.page.wait_for_selector(f".conversation [data-turn='{small.special.id}']")
     path = [small.first.id, small.fork.id, small.emoji.id, small.refused.id, small.special.id]
     assert await viewer.shown(".conversation .turn", "turn") == path
-    text = await viewer.text(".conversation")
+    text = await viewer.text_of_turns()
     for part in ("I read the file first.", "read_file", "tests/test_list.py", "assert sum([1, 2]) == 4"):
         assert part in text
 
@@ -116,7 +116,7 @@ async def test_hostile_text_is_only_text(viewer: Viewer) -> None:
     await viewer.open(f"#/s/{HOSTILE}")
     page = viewer.page
     await page.wait_for_selector(".conversation .turn")
-    assert "<script>" in await viewer.text(".conversation")
+    assert "<script>" in await viewer.text_of_turns()
     for view, selector in (("tokens", ".token.sampled"), ("plots", ".plot")):
         await page.click(f".tab:text-is('{view}')")
         await page.wait_for_selector(selector)
@@ -270,7 +270,7 @@ async def test_two_paths_side_by_side(viewer: Viewer, small: SmallSession) -> No
         fork, other, differs = fork[4:], other[4:], differs + 1
     assert await viewer.shown(".token.first-difference", "i") == [str(differs)] * 2
     assert await page.locator("[id$='-token-0']").count() == 0
-    assert "reward -0.5" in await viewer.text(".columns")
+    assert "reward -0.5" in await viewer.text_of_turns(".columns")
     await page.click(".compare .tools button:has-text('equal ids before')")
     await page.locator(".tokens").first.evaluate("node => { node.scrollTop = 0; }")
     await page.wait_for_selector("#column-0-token-0")

@@ -108,9 +108,13 @@ class Viewer:
         return values
 
     async def text(self, selector: str = "body") -> str:
-        """The visible text of the first element that a selector matches."""
+        """The visible text of the first element that a selector matches; not for what holds turns."""
         text: str = await self.page.locator(selector).first.inner_text()
         return text
+
+    async def text_of_turns(self, selector: str = ".conversation") -> str:
+        """The text of an element that holds turns, which are laid out only when they become visible."""
+        return await self.page.locator(selector).first.text_content() or ""
 
     async def take_problems(self) -> list[str]:
         """Return and forget what went wrong so far: for tests that expect it."""
