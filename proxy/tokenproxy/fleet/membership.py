@@ -124,8 +124,8 @@ class Membership:
             await self._read_changes()
         self._apply()
 
-    async def add(self, url: str) -> None:
-        """Add an engine. One that is part of the fleet already is used again if it was drained.
+    async def add(self, url: str) -> bool:
+        """Add an engine; True. One that is part of the fleet already is used again if it was drained.
 
         Raises:
             ValueError: `url` is not an http or https URL, or holds a user or password.
@@ -139,6 +139,7 @@ class Membership:
         # what another process changed a moment ago must not be lost
         await self._read_changes()
         await self._change(url, None if url in self._named() else ReplicaChange.ADDED)
+        return True
 
     async def drain(self, url: str) -> bool:
         """Send no more requests to an engine; those that run end. False if it is not part of the fleet.

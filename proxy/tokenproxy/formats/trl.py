@@ -215,19 +215,16 @@ class TrlAnswer(Answer):
         return b""
 
 
-def batch_body(answers: Sequence[TrlAnswer]) -> bytes:
-    """The JSON of the response to a batch."""
+def batch_answer(answers: Sequence[TrlAnswer]) -> dict[str, Any]:
+    """The response to a batch."""
     logprobs = any(answer.reads_tokens for answer in answers)
-    return msgspec.json.encode(
-        {
-            "prompt_ids": [answer.prompt for answer in answers],
-            "completion_ids": [each for answer in answers for each in answer.completions],
-            "logprobs": [each for answer in answers for each in answer.logprobs] if logprobs else None,
-            "logprob_token_ids": [each for answer in answers for each in answer.logprob_ids]
-            if logprobs
-            else None,
-        }
-    )
+    ranked = [each for answer in answers for each in answer.logprob_ids]
+    return {
+        "prompt_ids": [answer.prompt for answer in answers],
+        "completion_ids": [each for answer in answers for each in answer.completions],
+        "logprobs": [each for answer in answers for each in answer.logprobs] if logprobs else None,
+        "logprob_token_ids": ranked if logprobs else None,
+    }
 
 
 def _ranked(tokens: Iterable[wire.Candidate]) -> list[tuple[int, float | None]]:

@@ -5,7 +5,7 @@ import msgspec
 from tokenproxy.base.error_formats import anthropic_error
 from tokenproxy.base.errors import BadRequest
 from tokenproxy.base.fields import join, raw
-from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response
+from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response, json_response
 from tokenproxy.base.media import media_kind
 from tokenproxy.base.request import ChatRequest
 from tokenproxy.engine.protocol import fetch
@@ -44,7 +44,7 @@ class CountTokens(Route):
         chat = await services.history.echoes.resolve(chat)
         count = await _recorded(chat, services)
         if count is not None:
-            return _counted(count)
+            return json_response({"input_tokens": count})
         return await services.fleet.ask(lambda replica: _rendered(request, chat, replica))
 
 
@@ -92,8 +92,4 @@ def _response(status: int, body: bytes) -> Response:
         message = problem_of(body).message
         return BytesResponse(status, list(JSON_HEADERS), anthropic_error(status, message))
     counted = msgspec.json.decode(body, type=_Counted)
-    return _counted(counted.count or counted.input_tokens)
-
-
-def _counted(count: int) -> BytesResponse:
-    return BytesResponse(200, list(JSON_HEADERS), msgspec.json.encode({"input_tokens": count}))
+    return json_response({"input_tokens": counted.count or counted.input_tokens})

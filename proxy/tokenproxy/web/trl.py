@@ -7,9 +7,9 @@ import msgspec
 
 from tokenproxy.base.errors import EngineBroken
 from tokenproxy.base.fields import join, parse
-from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response
+from tokenproxy.base.http import Request, Response, json_response
 from tokenproxy.engine.protocol import fetch
-from tokenproxy.formats.trl import Prompt, TrlAnswer, batch_body, parse_batch, turn_of
+from tokenproxy.formats.trl import Prompt, TrlAnswer, batch_answer, parse_batch, turn_of
 from tokenproxy.record.store_time import store_time
 from tokenproxy.turn.serve import serve_turn
 from tokenproxy.turn.services import Services
@@ -56,8 +56,7 @@ class TrlBatch(Route):
             if isinstance(first, _Refused):
                 return first.response
             raise first from None
-        body = batch_body(answers)
-        return BytesResponse(200, list(JSON_HEADERS), body)
+        return json_response(batch_answer(answers))
 
 
 class _Refused(Exception):
@@ -79,8 +78,3 @@ async def _tokenise(prompt: Prompt, request: Request, services: Services) -> Pro
     except (msgspec.MsgspecError, UnicodeDecodeError, KeyError) as error:
         raise EngineBroken(f"/tokenize returned status {status} and no tokens") from error
     return replace(prompt, raw=bytes(tokens))
-
-
-def trl_routes() -> list[Route]:
-    """An instance of each of these routes."""
-    return [TrlBatch("/generate", "prompts"), TrlBatch("/chat", "messages")]
