@@ -29,7 +29,7 @@ from tokenproxy.record.store import Session, StoreError, session_id
 from tokenproxy.samples.layouts import LAYOUTS, Layout
 from tokenproxy.samples.samples import Shared
 from tokenproxy.turn.services import Services
-from tokenproxy.web.credentials import tenant_of_key
+from tokenproxy.web.credentials import key_in, tenant_of_key
 
 HEADER = b"x-session-id"
 PROGRAM_HEADERS = (
@@ -94,17 +94,8 @@ def _unchecked_key(request: Request) -> bytes:
     The keys of the proxy are removed from the headers once they are checked. A key that the engine checked is
     the tenant's. Both are shared by many sessions.
     """
-    for name, value in request.headers:
-        scheme, _, rest = value.strip().partition(b" ")
-        if name == b"authorization" and scheme.lower() == b"bearer":
-            key = rest.strip()
-        elif name == b"x-api-key":
-            key = value.strip()
-        else:
-            continue
-        if key and tenant_of_key(key) != request.tenant:
-            return key
-    return b""
+    keys = (key_in(*pair) for pair in request.headers)
+    return next((key for key in keys if key and tenant_of_key(key) != request.tenant), b"")
 
 
 def _name_of_key(key: bytes) -> str:
