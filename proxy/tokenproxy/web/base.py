@@ -73,10 +73,12 @@ class StoreRoute(Route):
     # a longer limit, because a session may be large, and these routes cannot respond without the store
     store_seconds = 10.0
     body_limit_bytes = 2**20
+    reading_scope: ClassVar[KeyScope] = KeyScope.READ
+    """The scope that an API key needs to read."""
 
     def needed_scope(self, method: str, path: str) -> KeyScope | None:
         """See `Route.needed_scope`: who may sample may also make, reward and delete the sessions of it."""
-        return KeyScope.READ if method in ("GET", "HEAD") else KeyScope.INFERENCE
+        return self.reading_scope if method in ("GET", "HEAD") else self.key_scope
 
 
 class SessionRoute(StoreRoute):

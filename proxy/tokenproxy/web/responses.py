@@ -88,10 +88,7 @@ class OneResponse(StoreRoute):
     path = "/v1/responses/{response_id}"
     methods = ("GET", "DELETE")
     summary = "A stored response"
-
-    def needed_scope(self, method: str, path: str) -> KeyScope | None:
-        """See `Route.needed_scope`: who may sample may also read and delete what was sampled."""
-        return KeyScope.INFERENCE
+    reading_scope = KeyScope.INFERENCE  # who may sample may also read and delete what was sampled
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """GET: the response as its client got it. DELETE: `{"id", "object", "deleted"}`."""

@@ -38,6 +38,7 @@ from tokenproxy.web.parameters import (
     check_parameters,
     next_page,
     number,
+    requested_flag,
     requested_page,
 )
 
@@ -126,11 +127,9 @@ class ViewerSessions(StoreRoute):
         another request would find.
         """
         check_parameters(request, _LIST_PARAMETERS, several=("where",))
-        messages, key = query_value(request, "messages", "false"), query_value(request, "fold", "")
-        if messages not in ("true", "false"):
-            raise BadRequest("`messages` must be true or false", param="messages")
+        messages, key = requested_flag(request, "messages"), query_value(request, "fold", "")
         where = tuple(query_values(request, "where"))
-        search = Search(query_value(request, "search", ""), messages == "true", where)
+        search = Search(query_value(request, "search", ""), messages, where)
         limit, before = requested_page(request)
         size, most = (MOST_FOLDED, MOST_FOLDED) if key else (limit, MOST_SEARCHED)
         found, last = await list_sessions(services.store, request.tenant, search, before, size, most)
