@@ -10,7 +10,6 @@ continue any conversation. docs/ray.md describes it.
 
 import asyncio
 import gc
-import logging
 import os
 import re
 from collections.abc import AsyncIterator, Callable
@@ -30,12 +29,11 @@ from ray.util.metrics import Counter, Gauge
 from tokenproxy.app.app import check_settings, create_app
 from tokenproxy.app.serve_engines import ENGINES, ActorEngines, EngineArguments, read_engines, run_engines
 from tokenproxy.app.server import GC_THRESHOLDS, raise_file_limit
+from tokenproxy.base.tasks import end_tasks, repeat
 from tokenproxy.base.types import ASGIApp, Message, Receive, Scope, Send
 from tokenproxy.monitoring.logs import configure_logs
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.settings import ENV_PREFIX, Settings, SettingsError, load_settings
-
-log = logging.getLogger("tokenproxy")
 
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 """Requests with the same `X-Session-ID` go to the same replica while it takes them."""
@@ -267,19 +265,14 @@ class RayMetrics:
 async def exported(registry: Collector | CollectorRegistry) -> AsyncIterator[None]:
     """Pass the values of a registry to Ray again and again, and once more at the end."""
     metrics = RayMetrics(registry)
-    task = asyncio.create_task(_export(metrics))
+
+    async def update() -> None:
+        await asyncio.sleep(_EVERY_S)
+        metrics.update()
+
+    task = asyncio.create_task(repeat(update, "the metrics could not be passed to Ray"))
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.wait([task])
+        await end_tasks(task)
         metrics.update()
-
-
-async def _export(metrics: RayMetrics) -> None:
-    while True:
-        await asyncio.sleep(_EVERY_S)
-        try:
-            metrics.update()
-        except Exception:  # the boundary of the task: metrics must not stop because of one
-            log.exception("the metrics could not be passed to Ray")

@@ -342,7 +342,7 @@ class Fleet:
 
     def taking(self, *, samples: bool = True) -> list[Replica]:
         """The replicas that take requests. Those with other weights take requests that do not sample."""
-        serving = [replica for replica in self.ready if self.weights.serves(replica)]
+        serving = [replica for replica in self.ready if not self.weights.problem(replica)]
         return serving if samples or serving else self.ready
 
     async def _first_answer(self) -> None:

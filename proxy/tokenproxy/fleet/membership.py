@@ -18,6 +18,7 @@ from pathlib import Path
 
 from yarl import URL
 
+from tokenproxy.base.tasks import end_tasks, repeat
 from tokenproxy.base.urls import (
     DNS_SCHEME,
     UpstreamsError,
@@ -102,13 +103,12 @@ class Membership:
     async def start(self) -> None:
         """Read all sources once, then again and again. Call it inside a running event loop."""
         await self.refresh()
-        self._task = asyncio.create_task(self._watch())
+        problem = "the list of engines could not be brought up to date"
+        self._task = asyncio.create_task(repeat(self._watch, problem))
 
     async def stop(self) -> None:
         """Stop looking at the sources."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        await end_tasks(self._task)
 
     async def refresh(self) -> None:
         """Read the sources and add or remove what changed. What cannot be read stays as it was."""
@@ -229,12 +229,8 @@ class Membership:
                 self.fleet.settle_model()
 
     async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(self.interval_s)
-            try:
-                await self.refresh()
-            except Exception:  # the boundary of the task: the fleet stays as it is
-                log.exception("the list of engines could not be brought up to date")
+        await asyncio.sleep(self.interval_s)
+        await self.refresh()
 
     @contextmanager
     def _reported(self, source: str) -> Iterator[None]:

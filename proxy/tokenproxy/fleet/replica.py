@@ -19,6 +19,7 @@ from tokenproxy.base.errors import (
     Unsupported,
 )
 from tokenproxy.base.http import Request
+from tokenproxy.base.tasks import end_tasks
 from tokenproxy.engine.discovery import NO_TOKEN_IN, Capabilities, CredentialRequired, discover, list_models
 from tokenproxy.engine.protocol import Engine, EngineWithCredential, fetch
 from tokenproxy.fleet.admission import CacheUse
@@ -159,9 +160,7 @@ class Replica:
 
     async def stop(self) -> None:
         """Stop watching and close connections."""
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.wait([self._watcher])
+        await end_tasks(self._watcher)
         if self._confirmation is not None:
             await asyncio.wait([self._confirmation])
         self._tokenizers.forget(self.questions)
@@ -381,7 +380,7 @@ class Replica:
             return ReplicaState.DRAINING
         if self.difference:
             return ReplicaState.DIFFERENT
-        if not self.fleet.weights.serves(self):
+        if self.fleet.weights.problem(self):
             return ReplicaState.STALE
         return ReplicaState.EJECTED if self.breaker.opens_for_s() else ReplicaState.READY
 

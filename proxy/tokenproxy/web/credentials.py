@@ -12,6 +12,7 @@ from hashlib import blake2b
 
 from tokenproxy.base.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, Unauthorized
 from tokenproxy.base.http import Request, Response
+from tokenproxy.base.tasks import end_tasks
 from tokenproxy.base.types import Headers, Scope
 from tokenproxy.record.store import Store
 
@@ -108,11 +109,7 @@ class EngineCredentials:
 
     async def aclose(self) -> None:
         """Cancel the running verifications."""
-        tasks = [task for task, _ in self._verdicts.values() if not task.done()]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await end_tasks(*(task for task, _ in self._verdicts.values()))
 
     async def _accepts(self, credential: tuple[bytes, bytes] | None) -> bool:
         digest = b"" if credential is None else blake2b(b":".join(credential), digest_size=16).digest()

@@ -9,7 +9,6 @@ with its id, which is hashed too, like a salt; a request is compared only with t
 """
 
 import asyncio
-import contextlib
 import logging
 import re
 import secrets
@@ -26,6 +25,7 @@ import msgspec
 import yaml
 
 from tokenproxy.base.errors import UsageError
+from tokenproxy.base.tasks import end_tasks, repeat
 from tokenproxy.web.credentials import SINGLE_TENANT, tenant_of_key
 
 SCOPES_KEY = "tokenproxy.scopes"
@@ -221,19 +221,16 @@ class KeyFile:
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
         """Check the file every second while the block runs."""
-        task = asyncio.create_task(self._watch())
+        task = asyncio.create_task(repeat(self._watch, f"{self._path} could not be read again"))
         try:
             yield
         finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            await end_tasks(task)
 
     async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(CHECK_S)
-            # on a thread: a network file system may be slow
-            await asyncio.to_thread(self.reload_if_changed)
+        await asyncio.sleep(CHECK_S)
+        # on a thread: a network file system may be slow
+        await asyncio.to_thread(self.reload_if_changed)
 
     def _use(self, entries: list[KeyEntry]) -> None:
         self._keys = {
