@@ -97,6 +97,8 @@ class _Reasoning(msgspec.Struct):
 class _Fields(msgspec.Struct):
     """The fields that are read."""
 
+    model: Any = None
+    """The engine refuses what is no name."""
     input: Any = None
     previous_response_id: str | None = None
     instructions: str | None = None
