@@ -240,7 +240,7 @@ def run(settings: Settings) -> int:
             "the proxy cannot %s: %s", "listen" if isinstance(error, OSError) else "record turns", error
         )
         return 1
-    if not (settings.asks_for_keys or settings.allow_anonymous or is_loopback(settings.host)):
+    if not (settings.asks_for_keys or is_loopback(settings.host)):
         log.warning(
             "no keys are set: unless the engines ask for keys, every client that reaches %s:%d may read and "
             "delete what is recorded: set `api_key` (--api-key KEY) or listen on 127.0.0.1",

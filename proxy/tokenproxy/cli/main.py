@@ -59,8 +59,7 @@ has the whole list.
 Each --api-key is a tenant: no tenant can continue, list, read or delete what was recorded with another key.
 Without --api-key all clients are one tenant, unless the engine requires keys of the clients: then each key
 that it accepts is a tenant. With --upstream-api-key and no --api-key, every client that reaches the proxy
-uses that key of the engines: the proxy then listens on a loopback address only, unless --allow-anonymous is
-given.
+uses that key of the engines: the proxy then listens on a loopback address only.
 """
 
 _KEY = """\

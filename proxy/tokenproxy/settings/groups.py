@@ -72,9 +72,6 @@ class EngineSettings(_Group):
         description="requests that name a model NAME, which no engine serves, are for MODEL; `*` in NAME "
         "stands for any characters",
     )
-    idle_timeout_s: float = Field(
-        default=600.0, ge=0, description="seconds that a stream of an engine may pause; 0 for no limit"
-    )
     weight_update_timeout_s: float = Field(
         default=600.0,
         gt=0,
@@ -142,10 +139,6 @@ class ServerSettings(_Group):
     )
     metrics_need_key: bool = Field(
         default=False, description="require a key with the scope `read` for /metrics too"
-    )
-    allow_anonymous: bool = Field(
-        default=False,
-        description="lend `upstream_api_key` to clients without a key on any `host`, not on loopback only",
     )
     allowed_hosts: Annotated[list[str], Flag("HOST")] = Field(
         default=[], description="names under which clients reach the proxy; others in Host headers get a 400"
