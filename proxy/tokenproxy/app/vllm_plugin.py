@@ -11,7 +11,6 @@ import os
 from argparse import Namespace
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,11 +107,12 @@ class TokenProxyPlugin:
         # not earlier: with --otlp-traces-endpoint vLLM has made its tracer provider by now
         self._observer.tracing = make_tracing()
         self._opened.push_async_callback(self._observer.aclose)
-        settings = load_settings(_config_file())
+        file = os.environ.get(CONFIG_VARIABLE)
+        settings = load_settings(Path(file) if file else None)
         check_settings(settings, processes=1)  # several servers with memory: are warned below
         source = settings.tokenizer or getattr(args, "tokenizer", None)
-        rendering = _rendering(state, args)
-        template = _template_text(str(settings.chat_template or "") or rendering.chat_template)
+        own_template, content_format, template_kwargs = _rendering(state, args)
+        template = _template_text(str(settings.chat_template or "") or own_template)
         trust = settings.trust_remote_code or bool(getattr(args, "trust_remote_code", False))
         revision = getattr(args, "tokenizer_revision", None) or getattr(args, "revision", None)
         tokenizers = Tokenizers(
@@ -120,8 +120,8 @@ class TokenProxyPlugin:
             template,
             trust,
             revision,
-            rendering.content_format,
-            rendering.default_template_kwargs,
+            content_format,
+            template_kwargs,
             proof_folder(),
         )
         mode = str(getattr(args, "logprobs_mode", None) or "")
@@ -187,32 +187,18 @@ async def _cut_at_end(state: Any, running: RunningRequests) -> None:
         log.warning("vLLM stops: %d requests are cut", count)
 
 
-def _config_file() -> Path | None:
-    value = os.environ.get(CONFIG_VARIABLE)
-    return Path(value) if value else None
+def _rendering(state: Any, args: Namespace) -> tuple[str | None, ContentFormat | None, Mapping[str, Any]]:
+    """The settings that vLLM's renderer has resolved; without a renderer, those of vLLM's arguments.
 
-
-@dataclass(frozen=True, slots=True)
-class _Rendering:
-    """vLLM's settings for rendering, besides the tokenizer."""
-
-    chat_template: str | None
-    """A path or the template itself; None if it is the model's own."""
-    content_format: ContentFormat | None
-    """None if vLLM detects it."""
-    default_template_kwargs: Mapping[str, Any]
-
-
-def _rendering(state: Any, args: Namespace) -> _Rendering:
-    """The settings that vLLM's renderer has resolved; without a renderer, those of vLLM's arguments."""
+    Returns the chat template, a path or itself, or None for the model's own; the content format, None if
+    vLLM detects it; and the template's default arguments.
+    """
     names = ("chat_template", "chat_template_content_format", "default_chat_template_kwargs")
     renderer = getattr(state, "online_renderer", None)
     template, content_format, kwargs = (
         getattr(renderer, name, None) or getattr(args, name, None) for name in names
     )
-    return _Rendering(
-        template, content_format if content_format in ("string", "openai") else None, kwargs or {}
-    )
+    return template, content_format if content_format in ("string", "openai") else None, kwargs or {}
 
 
 def _template_text(value: str | None) -> str | None:

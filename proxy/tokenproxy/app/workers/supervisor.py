@@ -75,14 +75,10 @@ def run_workers(settings: Settings, sockets: Sequence[socket.socket]) -> int:
     """Serve with several processes until a signal arrives; returns the exit code."""
     try:
         with tempfile.TemporaryDirectory(prefix="tokenproxy-metrics-", ignore_cleanup_errors=True) as folder:
-            return asyncio.run(_run(settings, sockets, Path(folder)))
+            return asyncio.run(Supervisor(settings, sockets, Path(folder)).run())
     except OSError as error:  # the message names the folder
         log.error("the proxy cannot start its workers: %s", error)
         return 1
-
-
-async def _run(settings: Settings, sockets: Sequence[socket.socket], folder: Path) -> int:
-    return await Supervisor(settings, sockets, folder).run()
 
 
 class _Worker:

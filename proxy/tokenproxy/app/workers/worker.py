@@ -17,9 +17,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing.connection import Connection
-
-import uvicorn
 
 from tokenproxy.app.server import Server, server_config
 from tokenproxy.app.workers.metrics import shared_metrics
@@ -43,7 +42,8 @@ def main() -> None:
     running = RunningRequests()
     metrics = shared_metrics(start.worker, start.metrics)
     config = server_config(settings, running, metrics)
-    server = WorkerServer(config, running, settings.stop_delay_s, settings.drain_s, control)
+    server = WorkerServer(config, running, settings.stop_delay_s, settings.drain_s)
+    server.control, server.announce = control, partial(_report, control)
     server.run([socket.socket(fileno=descriptor) for descriptor in start.sockets])
     if server.orphaned:
         shutil.rmtree(start.metrics, ignore_errors=True)
@@ -51,21 +51,18 @@ def main() -> None:
     os._exit(0 if server.started else 1)
 
 
+def _report(control: Connection) -> None:
+    with contextlib.suppress(OSError):  # the parent has ended
+        control.send(STARTED)
+
+
 class WorkerServer(Server):
     """A server that its parent stops."""
 
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        running: RunningRequests,
-        stop_delay_s: float,
-        drain_s: float,
-        control: Connection,
-    ) -> None:
-        super().__init__(config, running, stop_delay_s, drain_s)
-        self.orphaned = False
-        """Whether the parent has ended."""
-        self._control = control
+    control: Connection
+    """The worker's end of its pipe."""
+    orphaned = False
+    """Whether the parent has ended."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -76,18 +73,12 @@ class WorkerServer(Server):
         threading.Thread(target=self._obey, args=[loop], daemon=True).start()
         yield
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the application and the server, and report it to the parent."""
-        await super().startup(sockets)
-        with contextlib.suppress(OSError):  # the parent has ended
-            self._control.send(STARTED)
-
     def _obey(self, loop: asyncio.AbstractEventLoop) -> None:
         """Take the parent's messages, in a thread: a worker whose event loop is blocked ends, too."""
         with contextlib.suppress(RuntimeError):  # the event loop is closed: the worker has stopped
             try:
                 while True:
-                    command: Command = self._control.recv()
+                    command: Command = self.control.recv()
                     if command is Command.CUT:
                         loop.call_soon_threadsafe(self.stop_now)
                     else:
