@@ -6,7 +6,7 @@ The same types serve both sides: what a client sent to the proxy, and what the p
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
-from urllib.parse import parse_qs, parse_qsl
+from urllib.parse import parse_qs
 
 import msgspec
 
@@ -42,19 +42,9 @@ class Request:
     """What the template of its route matched in the path, decoded."""
 
 
-def query_values(request: Request, name: str) -> list[str]:
-    """All values of a parameter in the query."""
-    return parse_qs(request.path.partition("?")[2]).get(name, [])
-
-
-def query_pairs(request: Request) -> list[tuple[str, str]]:
-    """All parameters in the query with their values, also empty ones."""
-    return parse_qsl(request.path.partition("?")[2], keep_blank_values=True)
-
-
 def query_value(request: Request, name: str, default: str) -> str:
     """The last value of a parameter in the query."""
-    return [default, *query_values(request, name)][-1]
+    return parse_qs(request.path.partition("?")[2]).get(name, [default])[-1]
 
 
 class Response(Protocol):

@@ -15,7 +15,7 @@ import msgspec
 
 from tokenproxy.base.errors import BadRequest, NotFound
 from tokenproxy.base.fields import parse, read
-from tokenproxy.base.http import Request, Response, json_response, query_pairs, query_value, query_values
+from tokenproxy.base.http import Request, Response, json_response
 from tokenproxy.monitoring.exchange import waiting
 from tokenproxy.record import feed
 from tokenproxy.record.feed import Acknowledged, Consumer
@@ -34,17 +34,7 @@ from tokenproxy.turn.services import Services
 from tokenproxy.web.auth import check_page
 from tokenproxy.web.base import StoreRoute
 from tokenproxy.web.keys import KeyScope
-from tokenproxy.web.parameters import (
-    check_name,
-    check_parameters,
-    number,
-    refused_as,
-    requested_classes,
-    requested_flag,
-    requested_layout,
-    requested_limit,
-    requested_shared,
-)
+from tokenproxy.web.parameters import Query, check_name, refused_as
 
 MOST_CONSUMERS = 64
 """Of one tenant: their names are in the metrics."""
@@ -77,14 +67,16 @@ class FeedSamples(StoreRoute):
         "cursor"}], "cursor", "more"}`. Waits up to `wait` seconds until there is a rollout. Reads after
         `after`, else after what the consumer acknowledged, else from the beginning.
         """
-        _check_names(request)
+        query = Query(request, _PARAMETERS, several=("metadata", "weight_version", "class"))
+        for empty in query.empty():
+            if empty not in _MAY_BE_EMPTY:  # a filter must not be ignored
+                raise BadRequest(f"`{empty}` must have a value", param=empty)
         store, tenant = services.store, request.tenant
-        consumer, after = query_value(request, "consumer", ""), query_value(request, "after", "")
-        limit = requested_limit(request, 16, MOST_ROLLOUTS)
-        wait_s = number("wait", query_value(request, "wait", "0"))
+        consumer, after = query.text("consumer"), query.text("after")
+        limit, wait_s = query.limit(16, MOST_ROLLOUTS), query.number("wait", "0")
         if not 0 <= wait_s <= LONGEST_WAIT_S:
             raise BadRequest(f"`wait` must be between 0 and {LONGEST_WAIT_S:g} seconds", param="wait")
-        selected, layout, shared = _filter(request), requested_layout(request), requested_shared(request)
+        selected, layout, shared = _filter(query, tenant), query.layout(), query.shared()
         name = check_name(consumer, "consumer") if consumer else ""
         start = _position(after, "after") if after else None
         if name and not tenant:  # the store remembers it
@@ -160,20 +152,12 @@ class OneFeedConsumer(StoreRoute):
         return json_response({"consumer": name, "deleted": True})
 
 
-def _filter(request: Request) -> FeedFilter:
+def _filter(query: Query, tenant: str) -> FeedFilter:
     """The rollouts and samples that a request selects. Raises BadRequest."""
     with refused_as("metadata", "`metadata` must be KEY=VALUE, as metadata=env%3Dmath"):
-        metadata = tuple(map(metadata_condition, query_values(request, "metadata")))
-    weights, classes = frozenset(query_values(request, "weight_version")), requested_classes(request)
-    return FeedFilter(request.tenant, metadata, weights, classes, requested_flag(request, "on_policy"))
-
-
-def _check_names(request: Request) -> None:
-    """Raise BadRequest for a parameter that does not exist, or an empty one: a filter must not be ignored."""
-    check_parameters(request, _PARAMETERS, several=("metadata", "weight_version", "class"))
-    for name, value in query_pairs(request):
-        if not value and name not in _MAY_BE_EMPTY:
-            raise BadRequest(f"`{name}` must have a value", param=name)
+        metadata = tuple(map(metadata_condition, query.values("metadata")))
+    weights = frozenset(query.values("weight_version"))
+    return FeedFilter(tenant, metadata, weights, query.classes(), query.flag("on_policy"))
 
 
 def _position(cursor: str, param: str) -> int:
