@@ -83,7 +83,8 @@ class Replica:
         self._logprobs_mode = logprobs_mode
         self.metrics = metrics
         self._reported: ReplicaState | None = None
-        self.engine = engine
+        self.engine = self.questions = engine
+        """`questions`: for the proxy's own requests, with a client's credential if one was lent."""
         self.name = engine.name
         self.load = Load(clock)
         self.cache = CacheUse()
@@ -107,7 +108,6 @@ class Replica:
         self._interval_s = watch_interval_s
         self.problem = "not checked yet"
         """Why it is not ready."""
-        self._credential: tuple[bytes, bytes] | None = None
         self.wants_credential = False
         """Whether the engine refuses discovery without a credential that it accepts."""
         self.was_tried = False
@@ -139,18 +139,11 @@ class Replica:
             raise EngineUnavailable(self.problem)
         return self.capabilities
 
-    @property
-    def questions(self) -> Engine:
-        """The engine for the proxy's own requests: with a client's credential, if one was lent."""
-        if self._credential is None:
-            return self.engine
-        return EngineWithCredential(self.engine, self._credential)
-
     async def lend_credential(self, credential: tuple[bytes, bytes]) -> None:
         """Repeat discovery with a credential that the engine accepted from a client, if it requires one."""
         if self.wants_credential:
             self.wants_credential = False
-            self._credential = credential
+            self.questions = EngineWithCredential(self.engine, credential)
             await self._discover()
 
     def start(self) -> None:

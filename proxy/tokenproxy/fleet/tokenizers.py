@@ -94,11 +94,10 @@ class Tokenizers:
         """
         source = self._source or (model.root if model else None)
         if source is None:
-            raise Unsupported(
+            raise _unsupported(
                 "appending needs the model's tokenizer, and the engine does not report which model it "
                 "loaded: set `tokenizer` to the model's folder or hub name",
-                param="append_messages",
-                code="no_tokenizer",
+                "no_tokenizer",
             )
         if source not in self._loading:
             loop = asyncio.get_running_loop()
@@ -109,11 +108,8 @@ class Tokenizers:
             # the boundary of loading: a model's files or the hub may raise anything. The request gets the
             # reason, and the next one loads again
             self._loading.pop(source, None)
-            raise Unsupported(
-                f"appending needs the model's tokenizer: {error}; set `tokenizer` to a folder with it",
-                param="append_messages",
-                code="no_tokenizer",
-            ) from error
+            problem = f"appending needs the model's tokenizer: {error}; set `tokenizer` to a folder with it"
+            raise _unsupported(problem, "no_tokenizer") from error
         self.forget(engine)  # it may have been restarted, and render otherwise
         tokenizer = await self._find_alike(candidates, engine)
         # on a thread, because an engine may be the one that renders; requests read them on the event loop
@@ -143,8 +139,7 @@ class Tokenizers:
                 ids = await rendered(engine, TOKENIZE, CONVERSATIONS)
             except Unsupported:
                 ids = []
-            pairs = [*zip(CONVERSATIONS, ids, strict=False), *zip(CONSUMED, prompts, strict=True)]
-            shown = [(conversation, each) for conversation, each in pairs if each is not None]
+            shown = [*_shown(CONVERSATIONS, ids), *_shown(CONSUMED, prompts)]
             compared = bool(shown)
             for candidate in with_template if shown else ():
                 if await asyncio.to_thread(_agrees, candidate, shown):
@@ -153,11 +148,10 @@ class Tokenizers:
         if route is None and compared:
             raise _mismatch(with_template[0], engine)
         if route is None:
-            raise Unsupported(
+            raise _unsupported(
                 f"the engine {engine.name} renders no conversation to compare the tokenizer with: "
                 "its /tokenize route and chat template must accept a conversation",
-                param="append_messages",
-                code="tokenizer_unchecked",
+                "tokenizer_unchecked",
             )
         try:
             return await self._rendered_by(candidates[0], engine, route)
@@ -175,12 +169,7 @@ class Tokenizers:
             Unsupported: the tokenizer does not give the ids of the engine's renderings.
             ApiError: the engine does not respond.
         """
-        ids = await rendered(engine, route, CONVERSATIONS)
-        shown = [
-            (conversation, each)
-            for conversation, each in zip(CONVERSATIONS, ids, strict=True)
-            if each is not None
-        ]
+        shown = _shown(CONVERSATIONS, await rendered(engine, route, CONVERSATIONS))
         texts = [without_dates(tokenizer.decode(each)) for _, each in shown]
         identity = digest(tokenizer.fingerprint, texts)
         if identity not in self._by_engines:
@@ -232,13 +221,23 @@ class Tokenizers:
         )
 
 
+def _unsupported(problem: str, code: str) -> Unsupported:
+    return Unsupported(problem, param="append_messages", code=code)
+
+
 def _mismatch(tokenizer: ChatTokenizer, engine: Engine) -> Unsupported:
-    return Unsupported(
+    return _unsupported(
         f"the tokenizer in {tokenizer.source!r} gives other ids for the prompts of the engine {engine.name}: "
         "set `tokenizer` and `chat_template` to what the engine uses",
-        param="append_messages",
-        code="tokenizer_mismatch",
+        "tokenizer_mismatch",
     )
+
+
+def _shown(
+    conversations: Sequence[Conversation], ids: Sequence[list[int] | None]
+) -> list[tuple[Conversation, list[int]]]:
+    """The conversations that an engine renders, with their ids."""
+    return [(each, found) for each, found in zip(conversations, ids, strict=False) if found is not None]
 
 
 def _agrees(tokenizer: ChatTokenizer, renderings: Sequence[tuple[Conversation, list[int]]]) -> bool:

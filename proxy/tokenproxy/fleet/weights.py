@@ -326,9 +326,7 @@ class Weights:
                 return
         if replica.weight_version is not None:
             log.info("the weights of %s are version %s", replica.name, version)
-            for tag in self._tags_of(replica):
-                paused = bool(self.state.paused)
-                tag.changing() if version is None else tag.named(version, paused=paused)
+            self.changing(replica) if version is None else self.named(replica, version)
         replica.weight_version = version
 
     async def _is_paused(self, replica: Replica) -> bool | None:
