@@ -13,31 +13,27 @@ from tokenproxy.formats.messages.format import MessagesFormat
 from tokenproxy.formats.prompts import CompletionsFormat, GenerateFormat
 from tokenproxy.monitoring.middleware import Monitor, Observer
 from tokenproxy.turn.services import Services
-from tokenproxy.web import admin, feed, sessions, status, viewer
+from tokenproxy.web import admin, feed, sessions, status, turns, viewer
 from tokenproxy.web.base import Route
-from tokenproxy.web.count_tokens import CountTokens
 from tokenproxy.web.credentials import TenantOf
 from tokenproxy.web.endpoint import Endpoint
 from tokenproxy.web.gate import OtherPaths, Paths
 from tokenproxy.web.passthrough import PassThrough
-from tokenproxy.web.responses import CompactResponses, OneResponse, Responses
-from tokenproxy.web.tokenize import Tokenize
-from tokenproxy.web.trl import TrlBatch
-from tokenproxy.web.turns import MessagesRoute, TurnRoute
+from tokenproxy.web.tokenize import CountTokens, Tokenize
 
 
 def all_routes() -> list[Route]:
     """An instance of each route; the catch-all route comes last."""
     return [
-        TurnRoute(ChatFormat()),
-        TurnRoute(TokensFormat()),
-        TurnRoute(CompletionsFormat()),
-        TurnRoute(GenerateFormat()),
-        MessagesRoute(MessagesFormat()),
+        turns.TurnRoute(ChatFormat()),
+        turns.TurnRoute(TokensFormat()),
+        turns.TurnRoute(CompletionsFormat()),
+        turns.TurnRoute(GenerateFormat()),
+        turns.MessagesRoute(MessagesFormat()),
         CountTokens(),
-        Responses(),
-        CompactResponses(),
-        OneResponse(),
+        turns.Responses(),
+        turns.CompactResponses(),
+        turns.OneResponse(),
         Tokenize(),
         sessions.Sessions(),
         sessions.OneSession(),
@@ -65,8 +61,8 @@ def all_routes() -> list[Route]:
         status.Ready(),
         status.MetricsPage(),
         *map(admin.EngineAdmin, ADMIN_CALLS),
-        TrlBatch("/generate", "prompts"),
-        TrlBatch("/chat", "messages"),
+        turns.TrlBatch("/generate", "prompts"),
+        turns.TrlBatch("/chat", "messages"),
         PassThrough(),
     ]
 
