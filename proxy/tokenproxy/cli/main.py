@@ -197,11 +197,10 @@ def _parser(command: str) -> argparse.ArgumentParser:
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
-    from tokenproxy.settings import GROUPS
-    from tokenproxy.settings.flags import add_flags
+    from tokenproxy.settings import add_flags
 
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with settings")
-    add_flags(parser, GROUPS)
+    add_flags(parser)
     parser.set_defaults(run=_serve)
 
 

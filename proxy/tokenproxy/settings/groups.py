@@ -2,6 +2,7 @@
 
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self, get_origin
 
@@ -9,10 +10,20 @@ from pydantic import BaseModel, Field, SecretStr, ValidationInfo, field_validato
 
 from tokenproxy.base.request import ResumePolicy, ThinkingPolicy
 from tokenproxy.base.urls import PORT, normalise_upstream, read_upstreams
-from tokenproxy.settings.flags import Flag
 
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9._-]+|[0-9A-Fa-f:]+")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """How the help of the command shows a setting, if its name and type do not determine that."""
+
+    metavar: str | None = None
+    name: str | None = None
+    """The flag without its dashes, if it differs from the name of the setting."""
+    default: str | None = None
+    """The default in words, if it is long or computed."""
 
 
 def state_folder() -> Path:
