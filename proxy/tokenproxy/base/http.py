@@ -114,15 +114,6 @@ class StreamResponse:
         await self._source.aclose()
 
 
-class KeptAlive:
-    """A stream of events into which an event is put whenever it was silent for a while."""
-
-    keep_alive: bytes
-    """The event."""
-    silence_s: float
-    """After how many seconds; clients give up after some minutes."""
-
-
 def header(headers: Headers, name: bytes) -> bytes:
     """The value of a header; empty if it is missing."""
     for key, value in headers:

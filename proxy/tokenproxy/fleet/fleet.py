@@ -103,8 +103,6 @@ class Fleet:
 
     def remove(self, replica: Replica) -> None:
         """Remove a replica; requests that run on it end normally, and it is watched until they have."""
-        if replica not in self.replicas:
-            return
         self.replicas.remove(replica)
         self.leaving.append(replica)
         self.settle_model()

@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenproxy.base.errors import ApiError
 from tokenproxy.base.fields import is_null
-from tokenproxy.base.http import EVENT_HEADERS, BytesResponse, KeptAlive, Response, is_event_stream
+from tokenproxy.base.http import EVENT_HEADERS, BytesResponse, Response, is_event_stream
 from tokenproxy.base.types import Headers
 from tokenproxy.engine.sse import split_events
 from tokenproxy.record.completion import Completion
@@ -182,7 +182,7 @@ async def serve_early(
         raise
 
 
-class TranslatedStream(KeptAlive):
+class TranslatedStream:
     """A stream in another wire format, kept alive while the engine is silent.
 
     If the engine has not responded when it begins, an error of the engine is its last event: status and
@@ -194,7 +194,12 @@ class TranslatedStream(KeptAlive):
     def __init__(
         self, turn: "asyncio.Task[Response]", headers: Headers, translation: Translation, silence_s: float
     ) -> None:
-        """`turn` ends with the response of `serve_turn`."""
+        """A stream of the events of a turn.
+
+        Args:
+            turn: ends with the response of `serve_turn`.
+            silence_s: after how many seconds of silence an event is sent; clients give up after some minutes.
+        """
         self.headers = list(headers)
         self.keep_alive = translation.keep_alive
         self.silence_s = silence_s

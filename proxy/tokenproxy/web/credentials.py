@@ -144,15 +144,6 @@ class EngineCredentials:
             return last
 
     async def _verdict(self, credential: tuple[bytes, bytes] | None, timeout_s: float) -> bool:
-        status = await self._status(credential, timeout_s)
-        if 200 <= status < 300:
-            return True
-        if status in (401, 403):
-            return False
-        problem = f"the engine answers {status} to GET {_MODELS_PATH}: no credential can be verified"
-        raise EngineUnavailable(problem) if status in (429, 503) else EngineBroken(problem)
-
-    async def _status(self, credential: tuple[bytes, bytes] | None, timeout_s: float) -> int:
         question = Request("GET", _MODELS_PATH, [credential] if credential else [], repeatable=True)
         try:
             async with asyncio.timeout(timeout_s):
@@ -166,7 +157,13 @@ class EngineCredentials:
                 f"the engine did not answer GET {_MODELS_PATH} within {timeout_s:.0f} s: no credential can "
                 "be verified"
             ) from error
-        return response.status
+        status = response.status
+        if 200 <= status < 300:
+            return True
+        if status in (401, 403):
+            return False
+        problem = f"the engine answers {status} to GET {_MODELS_PATH}: no credential can be verified"
+        raise EngineUnavailable(problem) if status in (429, 503) else EngineBroken(problem)
 
 
 def _last_word(task: "asyncio.Task[bool] | None") -> bool | None:

@@ -199,7 +199,8 @@ async def read_body(
         try:
             message = await within(max(0.0, left_s), receive())
         except TimeoutError as error:
-            raise _too_slow(timeout_s) from error
+            problem = f"the request body did not arrive within {timeout_s:g} s"
+            raise BodyTimeout(problem, param="body") from error
         if message["type"] == "http.disconnect":
             raise ClientGone
         part = message.get("body", b"")
@@ -209,10 +210,6 @@ async def read_body(
         parts.append(part)
         if not message.get("more_body", False):
             return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def _too_slow(timeout_s: float) -> BodyTimeout:
-    return BodyTimeout(f"the request body did not arrive within {timeout_s:g} s", param="body")
 
 
 def _too_large(limit: int) -> BodyTooLarge:

@@ -6,9 +6,10 @@ from time import monotonic
 
 from tokenproxy.base.error_formats import error_event, send_error
 from tokenproxy.base.errors import ApiError, EngineBroken, Stopping
-from tokenproxy.base.http import BytesResponse, KeptAlive, Response
+from tokenproxy.base.http import BytesResponse, Response
 from tokenproxy.base.types import Message, Send
 from tokenproxy.engine.sse import whole_events
+from tokenproxy.formats.translated import TranslatedStream
 from tokenproxy.turn.services import RunningRequests
 
 log = logging.getLogger("tokenproxy")
@@ -22,7 +23,7 @@ async def send_events(response: Response, path: str, send: Send, running: Runnin
         with running.cuttable():
             await send(_head(response))
             started = True
-            if isinstance(response, KeptAlive):
+            if isinstance(response, TranslatedStream):
                 alive = _KeepingAlive(send, response)
                 send = alive.send
             async for chunk in whole_events(response.chunks()):
@@ -75,7 +76,7 @@ def _head(response: Response) -> Message:
 class _KeepingAlive:
     """Sends an event whenever a stream was silent for a while. A silent stream costs one timer, no task."""
 
-    def __init__(self, send: Send, stream: KeptAlive) -> None:
+    def __init__(self, send: Send, stream: TranslatedStream) -> None:
         self._send = send
         self._message = {"type": "http.response.body", "body": stream.keep_alive, "more_body": True}
         self._silence_s = stream.silence_s
