@@ -42,7 +42,7 @@ class Replicas(AdminRoute):
             posted = request.method == "POST"
             url = read(parse(request.body), "url", str) if posted else query_value(request, "url", "")
             if posted and not url:
-                raise BadRequest('`url` is required: {"url": "http://10.0.0.11:8000"}', param="url")
+                raise BadRequest.of("url", 'is required: {"url": "http://10.0.0.11:8000"}')
             with refused_as("url"):
                 if not await self.change(membership, request.method)(url or ""):
                     raise NotFound(f"no replica at {url}: GET /admin/replicas lists them", param="url")

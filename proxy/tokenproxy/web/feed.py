@@ -70,12 +70,12 @@ class FeedSamples(StoreRoute):
         query = Query(request, _PARAMETERS, several=("metadata", "weight_version", "class"))
         for empty in query.empty():
             if empty not in _MAY_BE_EMPTY:  # a filter must not be ignored
-                raise BadRequest(f"`{empty}` must have a value", param=empty)
+                raise BadRequest.of(empty, "must have a value")
         store, tenant = services.store, request.tenant
         consumer, after = query.text("consumer"), query.text("after")
         limit, wait_s = query.limit(16, MOST_ROLLOUTS), query.number("wait", "0")
         if not 0 <= wait_s <= LONGEST_WAIT_S:
-            raise BadRequest(f"`wait` must be between 0 and {LONGEST_WAIT_S:g} seconds", param="wait")
+            raise BadRequest.of("wait", f"must be between 0 and {LONGEST_WAIT_S:g} seconds")
         selected, layout, shared = _filter(query, tenant), query.layout(), query.shared()
         name = check_name(consumer, "consumer") if consumer else ""
         start = _position(after, "after") if after else None
@@ -110,9 +110,9 @@ class FeedAcknowledge(StoreRoute):
         fields, store = parse(request.body), services.store
         consumer, cursor = read(fields, "consumer", str), read(fields, "cursor", str)
         if consumer is None:
-            raise BadRequest("`consumer` is required: the name with which it reads", param="consumer")
+            raise BadRequest.of("consumer", "is required: the name with which it reads")
         if cursor is None:
-            raise BadRequest("`cursor` is required: that of the last rollout you processed", param="cursor")
+            raise BadRequest.of("cursor", "is required: that of the last rollout you processed")
         name, position = check_name(consumer, "consumer"), _position(cursor, "cursor")
         await _acknowledged(store, request.tenant, name)
         acknowledged = await feed.acknowledge(store, request.tenant, name, position)

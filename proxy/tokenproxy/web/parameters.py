@@ -63,7 +63,7 @@ def check_name(name: str, param: str) -> str:
     """The name, a slash in it as `=2F`. Raises BadRequest unless paths and headers can hold it unchanged."""
     name = name.replace("/", "=2F")
     if not _NAME.fullmatch(name):
-        raise BadRequest(f"`{param}` must be 1 to 200 letters, digits or any of . _ ~ : @ + = -", param=param)
+        raise BadRequest.of(param, "must be 1 to 200 letters, digits or any of . _ ~ : @ + = -")
     return name
 
 
@@ -166,9 +166,9 @@ class Query:
         for name, value in parse_qsl(request.path.partition("?")[2], keep_blank_values=True):
             if name not in known:
                 problem = f"it has {', '.join(known)}" if known else "it has none"
-                raise BadRequest(f"`{name}` is no parameter of this route: {problem}", param=name)
+                raise BadRequest.of(name, f"is no parameter of this route: {problem}")
             if name in self._values and name not in several:
-                raise BadRequest(f"`{name}` must not be repeated", param=name)
+                raise BadRequest.of(name, "must not be repeated")
             self._values.setdefault(name, []).append(value)
 
     def empty(self) -> Iterator[str]:
@@ -187,14 +187,14 @@ class Query:
         """The number that a parameter holds; `inf` and `-inf` are numbers."""
         text = self.text(name, default)
         if not _NUMBER.fullmatch(text):
-            raise BadRequest(f"`{name}` must be a number", param=name)
+            raise BadRequest.of(name, "must be a number")
         return float(text)
 
     def limit(self, default: int, most: int) -> int:
         """The parameter `limit`."""
         limit = self.number("limit", str(default))
         if not 1 <= limit <= most or limit % 1:
-            raise BadRequest(f"`limit` must be a whole number between 1 and {most}", param="limit")
+            raise BadRequest.of("limit", f"must be a whole number between 1 and {most}")
         return int(limit)
 
     def page(self) -> tuple[int, float]:
@@ -205,7 +205,7 @@ class Query:
         """A parameter that is `true` or `false`; false if it is missing."""
         value = self.text(name, "false")
         if value not in ("true", "false"):
-            raise BadRequest(f"`{name}` must be true or false", param=name)
+            raise BadRequest.of(name, "must be true or false")
         return value == "true"
 
     def shared(self) -> Shared:
@@ -215,13 +215,13 @@ class Query:
             return "each"
         if shared == "once":
             return "once"
-        raise BadRequest("`shared` must be `once` or `each`", param="shared")
+        raise BadRequest.of("shared", "must be `once` or `each`")
 
     def layout(self) -> Layout:
         """The parameter `layout`."""
         layout = self.text("layout", "plain")
         if layout not in LAYOUTS:
-            raise BadRequest(f"`layout` must be one of {', '.join(LAYOUTS)}", param="layout")
+            raise BadRequest.of("layout", f"must be one of {', '.join(LAYOUTS)}")
         return LAYOUTS[layout]
 
     def classes(self) -> frozenset[str]:

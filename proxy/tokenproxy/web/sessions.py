@@ -203,7 +203,7 @@ class FinishSession(SessionEnd):
         """The value of `?session_id=`. Raises BadRequest."""
         name = query_value(request, "session_id", "")
         if not name:
-            raise BadRequest("`session_id` is required: /finish_session?session_id=ID", param="session_id")
+            raise BadRequest.of("session_id", "is required: /finish_session?session_id=ID")
         return check_name(name, "session_id")
 
 
@@ -211,14 +211,14 @@ def _rewards(fields: Fields) -> dict[str, float]:
     """The rewards of a request: by the id of a turn, or by "" for the session."""
     rewards = read(fields, "rewards", dict[str, float]) or {}
     if not all(map(math.isfinite, rewards.values())):
-        raise BadRequest("`rewards` must be finite numbers", param="rewards")
+        raise BadRequest.of("rewards", "must be finite numbers")
     reward = read(fields, "reward", float)
     if reward is not None:
         if not math.isfinite(reward):
-            raise BadRequest("`reward` must be a finite number", param="reward")
+            raise BadRequest.of("reward", "must be a finite number")
         rewards[read(fields, "turn", str) or ""] = reward
     if not rewards:
-        raise BadRequest("`reward` is required", param="reward")
+        raise BadRequest.of("reward", "is required")
     return rewards
 
 
@@ -236,10 +236,10 @@ async def _save(request: Request, services: Services) -> Response:
     size = session.description_bytes
     if described and size > MAX_DESCRIPTION_BYTES:
         largest = max(described, key=lambda field: len(described[field]))
-        raise BadRequest(
-            f"`{largest}` is too large: {', '.join(DESCRIPTION)} of a session together may take "
+        raise BadRequest.of(
+            largest,
+            f"is too large: {', '.join(DESCRIPTION)} of a session together may take "
             f"{MAX_DESCRIPTION_BYTES} bytes, these take {size}",
-            param=largest,
         )
     await store.add(session)
     saved = await store.session(session.id)
@@ -251,7 +251,7 @@ def _description(fields: Fields) -> dict[str, Any]:
     described: dict[str, Any] = {}
     if raw_value(fields, "sampling_params") is not None:  # rLLM's name for the defaults
         if raw_value(fields, "defaults") is not None:
-            raise BadRequest("`sampling_params` and `defaults` are the same", param="sampling_params")
+            raise BadRequest.of("sampling_params", "and `defaults` are the same")
         fields = {**fields, "defaults": fields["sampling_params"]}
     for field in DESCRIPTION:
         value = read(fields, field, dict[str, Any])
@@ -279,9 +279,7 @@ def _page(query: Query, turns: Sequence[Turn]) -> Sequence[Turn]:
     limit, after = query.limit(MOST_TURNS, MOST_TURNS), query.text("after")
     before = [index for index, turn in enumerate(turns) if turn.id == after]
     if after and not before:
-        raise BadRequest(
-            f"`after` must be a turn of the session, such as `next`, not {after!r}", param="after"
-        )
+        raise BadRequest.of("after", f"must be a turn of the session, such as `next`, not {after!r}")
     rest = turns[before[0] + 1 :] if before else turns
     return rest[:limit]
 

@@ -76,7 +76,7 @@ def _chat_request(request: Request, fields: Fields) -> ChatRequest | None:
         raise needs_ids()
     append = take_append(fields, ids)
     if append is None:
-        raise BadRequest("`append_messages` is required with ids", param="append_messages")
+        raise BadRequest.of("append_messages", "is required with ids")
     messages = raw_value(fields, "messages")
     return chat_request(
         request,

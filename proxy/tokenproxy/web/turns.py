@@ -171,7 +171,7 @@ class OneResponse(StoreRoute):
                 raise _unknown(name)
             return json_response({"id": name, "object": "response", "deleted": True})
         if query_value(request, "stream", "false") == "true":
-            raise BadRequest("`stream` is not supported: a stored response is complete", param="stream")
+            raise BadRequest.of("stream", "is not supported: a stored response is complete")
         found = await _Stored(request, services).read([name])
         if name not in found:
             raise _unknown(name)

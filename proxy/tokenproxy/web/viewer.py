@@ -189,7 +189,7 @@ class ViewerDrift(ViewerDataRoute):
         """`?turn=ID&basis=template|before`. See `tokenproxy.viewer.drift`."""
         path, chosen = _path(query, found.turns), query.text("basis")
         if chosen not in ("", *Basis):
-            raise BadRequest(f"`basis` must be one of {', '.join(Basis)}", param="basis")
+            raise BadRequest.of("basis", f"must be one of {', '.join(Basis)}")
         tokenizer, note = _tokenizer(services, path[-1])
 
         def compare() -> Response:

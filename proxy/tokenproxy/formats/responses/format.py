@@ -40,7 +40,7 @@ class ResponsesFormat(Format):
         fields = chat_fields(asked)
         messages, tokens = messages_of(recalled.earlier, self._items, recalled.summaries)
         if not messages:
-            raise BadRequest("`input` must not be empty: send at least one item", param="input")
+            raise BadRequest.of("input", "must not be empty: send at least one item")
         if asked.compact:
             messages.append({"role": "user", "content": COMPACT_PROMPT})
         if asked.read.instructions:
