@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from functools import partial
+from typing import Any
 
 from fastapi import FastAPI
 from prometheus_client import ProcessCollector
@@ -185,7 +186,6 @@ def create_app(
         StoredWords(services.store, fleet_id(settings.upstreams, settings.upstreams_file)),
         settings.upstreams,
         settings.upstreams_file,
-        settings.watch_interval_s,
         resolve or resolve_host,
     )
 
@@ -197,13 +197,13 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        watched = key_file.watched() if key_file else nullcontext()
-        async with aclosing(observer), watched, running(services), aclosing(credentials):
-            await membership.start()
-            try:
-                yield
-            finally:
-                await membership.stop()
+        async with aclosing(observer), running(services), aclosing(credentials):
+            await membership.refresh()
+            run_forever = services.history.tasks.run_forever
+            run_forever(membership.watch, "the list of engines could not be brought up to date")
+            if key_file is not None:
+                run_forever(key_file.watch, "a changed `api_key_file` is not noticed")
+            yield
 
     app = FastAPI(title="tokenproxy", version=__version__, lifespan=lifespan, redirect_slashes=False)
     tenant_of = _tenant_of(settings, credentials)
@@ -213,6 +213,18 @@ def create_app(
     # added last, so that it is the outermost: it also observes the requests that the others refuse
     app.add_middleware(Monitor, observer=observer)
     return app
+
+
+def add_to_lifespan(app: FastAPI, block: Callable[[], AbstractAsyncContextManager[object]]) -> None:
+    """Run a block in the lifespan of an application; it ends while all of that one's state is there."""
+    lifespan = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def extended(app: FastAPI) -> AsyncIterator[Any]:
+        async with lifespan(app) as state, block():
+            yield state
+
+    app.router.lifespan_context = extended
 
 
 def _replica_maker(

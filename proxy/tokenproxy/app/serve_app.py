@@ -26,7 +26,7 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.util.metrics import Counter, Gauge
 
-from tokenproxy.app.app import check_settings, create_app
+from tokenproxy.app.app import add_to_lifespan, check_settings, create_app
 from tokenproxy.app.serve_engines import ENGINES, ActorEngines, EngineArguments, read_engines, run_engines
 from tokenproxy.app.server import GC_THRESHOLDS, raise_file_limit
 from tokenproxy.base.tasks import end_tasks, repeat
@@ -137,14 +137,7 @@ def _app_maker(arguments: Arguments) -> Callable[[], FastAPI]:
         gc.set_threshold(*GC_THRESHOLDS)
         metrics = Metrics()
         app = create_app(settings, metrics=metrics, resolve=ActorEngines().resolve)
-        serving = app.router.lifespan_context
-
-        @asynccontextmanager
-        async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-            async with serving(app), exported(metrics.registry):
-                yield
-
-        app.router.lifespan_context = lifespan
+        add_to_lifespan(app, lambda: exported(metrics.registry))
         app.add_middleware(_WithoutRequestId)
         return app
 

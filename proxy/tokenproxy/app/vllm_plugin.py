@@ -9,8 +9,8 @@ import asyncio
 import logging
 import os
 from argparse import Namespace
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from chat_tokenizer.traits import ContentFormat
-from tokenproxy.app.app import check_settings, make_services, running
+from tokenproxy.app.app import add_to_lifespan, check_settings, make_services, running
 from tokenproxy.base.errors import EngineUnavailable
 from tokenproxy.base.request import EngineRoute
 from tokenproxy.base.types import Scope
@@ -85,7 +85,7 @@ class TokenProxyPlugin:
         added = [route for route in app.router.routes if route not in theirs]
         put_first(app, added)
         self._check_routes = partial(check_first, app, added)
-        _close_at_shutdown(app, self.aclose)
+        add_to_lifespan(app, lambda: aclosing(self))
 
     async def aclose(self) -> None:
         """Close the store, the replica's tasks and the encoder threads; a failure is only logged."""
@@ -155,21 +155,6 @@ def _serves_generate(app: FastAPI) -> bool:
     # a version of vLLM without the flag has the route always
     enabled = getattr(args, "enable_scale_out", args is not None)
     return bool(enabled or getattr(args, "tokens_only", False))
-
-
-def _close_at_shutdown(app: FastAPI, close: Callable[[], Awaitable[None]]) -> None:
-    """Call `close` at the end of the application's lifespan, while all of its state is still there."""
-    lifespan = app.router.lifespan_context
-
-    @asynccontextmanager
-    async def closing(app: FastAPI) -> AsyncIterator[Any]:
-        async with lifespan(app) as state:
-            try:
-                yield state
-            finally:
-                await close()
-
-    app.router.lifespan_context = closing
 
 
 async def _cut_at_end(state: Any, running: RunningRequests) -> None:

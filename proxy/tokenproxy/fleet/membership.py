@@ -18,7 +18,6 @@ from pathlib import Path
 
 from yarl import URL
 
-from tokenproxy.base.tasks import end_tasks, repeat
 from tokenproxy.base.urls import (
     DNS_SCHEME,
     UpstreamsError,
@@ -86,8 +85,6 @@ class Membership:
     """Base URLs; those with the scheme `dns+http` or `ray-actor` are resolved again and again."""
     file: Path | None = None
     """One URL in each line; what follows `#` is a comment."""
-    interval_s: float = 5.0
-    """Seconds between two looks at the file, at names and at the changes of other processes."""
     resolve: Resolve = resolve_host
     changes: dict[str, ReplicaChange] = field(default_factory=dict)
     """Those that apply."""
@@ -98,17 +95,6 @@ class Membership:
     _urls: dict[str, str] = field(default_factory=dict)
     """Those of the replicas in the fleet, by their names."""
     _problems: dict[str, str] = field(default_factory=dict)
-    _task: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """Read all sources once, then again and again. Call it inside a running event loop."""
-        await self.refresh()
-        problem = "the list of engines could not be brought up to date"
-        self._task = asyncio.create_task(repeat(self._watch, problem))
-
-    async def stop(self) -> None:
-        """Stop looking at the sources."""
-        await end_tasks(self._task)
 
     async def refresh(self) -> None:
         """Read the sources and add or remove what changed. What cannot be read stays as it was."""
@@ -228,8 +214,9 @@ class Membership:
                 replica.draining = draining
                 self.fleet.settle_model()
 
-    async def _watch(self) -> None:
-        await asyncio.sleep(self.interval_s)
+    async def watch(self) -> None:
+        """Read the sources again after the interval."""
+        await asyncio.sleep(self.fleet.watch_interval_s)
         await self.refresh()
 
     @contextmanager

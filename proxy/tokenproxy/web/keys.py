@@ -12,8 +12,7 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
 from enum import StrEnum
@@ -25,7 +24,6 @@ import msgspec
 import yaml
 
 from tokenproxy.base.errors import UsageError
-from tokenproxy.base.tasks import end_tasks, repeat
 from tokenproxy.web.credentials import SINGLE_TENANT, tenant_of_key
 
 SCOPES_KEY = "tokenproxy.scopes"
@@ -218,16 +216,8 @@ class KeyFile:
         self._use(entries)
         log.info("%s changed: it holds %d keys", self._path, len(entries))
 
-    @asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
-        """Check the file every second while the block runs."""
-        task = asyncio.create_task(repeat(self._watch, f"{self._path} could not be read again"))
-        try:
-            yield
-        finally:
-            await end_tasks(task)
-
-    async def _watch(self) -> None:
+    async def watch(self) -> None:
+        """Check the file in a second."""
         await asyncio.sleep(CHECK_S)
         # on a thread: a network file system may be slow
         await asyncio.to_thread(self.reload_if_changed)
