@@ -238,7 +238,7 @@ def _replica_maker(
     tokenizers = Tokenizers(
         settings.tokenizer,
         template,
-        settings.trust_remote_code,
+        trust_remote_code=settings.trust_remote_code,
         proof_folder=proof_folder(),
     )
     key = settings.upstream_api_key.get_secret_value() if settings.upstream_api_key else None

@@ -118,11 +118,11 @@ class TokenProxyPlugin:
         tokenizers = Tokenizers(
             source,
             template,
-            trust,
-            revision,
-            content_format,
-            template_kwargs,
-            proof_folder(),
+            trust_remote_code=trust,
+            revision=revision,
+            content_format=content_format,
+            default_template_kwargs=template_kwargs,
+            proof_folder=proof_folder(),
         )
         mode = str(getattr(args, "logprobs_mode", None) or "")
         metrics = self._observer.metrics

@@ -11,7 +11,7 @@ import asyncio
 import gc
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -52,26 +52,19 @@ class Tokenizers:
         self,
         source: str | None = None,
         chat_template: str | None = None,
-        trust_remote_code: bool = False,
-        revision: str | None = None,
+        *,
         content_format: ContentFormat | None = None,
-        default_template_kwargs: Mapping[str, Any] | None = None,
         proof_folder: Path | None = None,
+        **options: Any,
     ) -> None:
         """Arguments are those of `ChatTokenizer.load`; None leaves it to the model and its engine.
 
         `proof_folder` is the folder for proofs about chat templates; None keeps them in memory.
         """
         self._source = source
-        self._load_one = partial(
-            ChatTokenizer.load,
-            needs_template=False,
-            chat_template=chat_template,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            content_format=content_format,
-            default_template_kwargs=default_template_kwargs,
-        )
+        options |= {"chat_template": chat_template, "content_format": content_format}
+        load: Callable[..., ChatTokenizer] = ChatTokenizer.load
+        self._load_one = partial(load, needs_template=False, **options)
         self._other_formats = _CONTENT_FORMATS if content_format is None else ()
         self._proof_folder = proof_folder
         self._loader = ThreadPoolExecutor(thread_name_prefix="load")
