@@ -66,6 +66,14 @@ class Response(Protocol):
         ...
 
 
+async def read_and_close(response: Response) -> bytes:
+    """The whole body of a response, which is closed. Raises EngineBroken."""
+    try:
+        return await response.read()
+    finally:
+        await response.aclose()
+
+
 class BytesResponse:
     """A response whose body is in memory."""
 

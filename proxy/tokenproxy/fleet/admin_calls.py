@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from tokenproxy.base.errors import ApiError
-from tokenproxy.base.http import BytesResponse, Request, Response, json_response
+from tokenproxy.base.http import BytesResponse, Request, Response, json_response, read_and_close
 from tokenproxy.base.types import Headers
 from tokenproxy.engine.protocol import Engine
 from tokenproxy.fleet.replica import Replica
@@ -163,10 +163,7 @@ async def ask(engine: Engine, replica: Replica, request: Request, timeout_s: flo
     try:
         async with asyncio.timeout(timeout_s):
             response = await engine.send(request)
-            try:
-                body = await response.read()
-            finally:
-                await response.aclose()
+            body = await read_and_close(response)
     except TimeoutError:
         return Outcome(replica, problem=f"no answer within {timeout_s:g} s (`weight_update_timeout_s`)")
     except ApiError as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenproxy.base.errors import ApiError
 from tokenproxy.base.fields import is_null
-from tokenproxy.base.http import EVENT_HEADERS, BytesResponse, Response, is_event_stream
+from tokenproxy.base.http import EVENT_HEADERS, BytesResponse, Response, is_event_stream, read_and_close
 from tokenproxy.base.types import Headers
 from tokenproxy.engine.sse import split_events
 from tokenproxy.record.completion import Completion
@@ -140,10 +140,7 @@ async def translated_error(response: Response, translation: Translation) -> Resp
     """An error of the engine in the wire format of a translation; any other response as it is."""
     if response.status < 400:
         return response
-    try:
-        problem = wire.problem_of(await response.read())
-    finally:
-        await response.aclose()
+    problem = wire.problem_of(await read_and_close(response))
     told = (response.status, problem.message, problem.name)
     body = translation.error(*told)
     return _in_stream(translation, *told) or BytesResponse(response.status, response.headers, body)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from hashlib import blake2b
 
 from tokenproxy.base.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, Unauthorized
-from tokenproxy.base.http import Request, Response
+from tokenproxy.base.http import Request, Response, read_and_close
 from tokenproxy.base.tasks import end_tasks
 from tokenproxy.base.types import Headers, Scope
 from tokenproxy.record.store import Store
@@ -148,10 +148,7 @@ class EngineCredentials:
         try:
             async with asyncio.timeout(timeout_s):
                 response = await self._send(question)
-                try:
-                    await response.read()
-                finally:
-                    await response.aclose()
+                await read_and_close(response)
         except TimeoutError as error:
             raise EngineTimeout(
                 f"the engine did not answer GET {_MODELS_PATH} within {timeout_s:.0f} s: no credential can "
