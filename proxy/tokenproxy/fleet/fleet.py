@@ -20,8 +20,7 @@ from tokenproxy.base.errors import (
 from tokenproxy.base.http import Request, Response
 from tokenproxy.engine.discovery import NO_TOKEN_IN
 from tokenproxy.fleet.admission import Admission
-from tokenproxy.fleet.affinity import Conversations, PrefixCaches
-from tokenproxy.fleet.choosing import Choose, Routing, sticky_least_loaded
+from tokenproxy.fleet.choosing import Choose, Conversations, PrefixCaches, Routing, sticky_least_loaded
 from tokenproxy.fleet.dispatch import Run, Suspects, Work, dispatch
 from tokenproxy.fleet.health import BreakerState, FleetWatch
 from tokenproxy.fleet.model import FleetModel, choose_model
