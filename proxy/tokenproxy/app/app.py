@@ -165,7 +165,6 @@ def create_app(
         resolve: finds the engines that a name among `settings.upstreams` stands for; None asks DNS.
         retry_s: seconds until the next check of an engine that does not respond.
     """
-    template = settings.chat_template.read_text() if settings.chat_template else None
     key_file = KeyFile(settings.api_key_file) if settings.api_key_file else None
     if metrics is None:
         metrics = Metrics()
@@ -182,7 +181,7 @@ def create_app(
     services = make_services(settings, fleet, metrics, requests)
     services.membership = membership = Membership(
         fleet,
-        _replica_maker(settings, template, metrics, fleet.weights.suspension, retry_s),
+        _replica_maker(settings, metrics, fleet.weights.suspension, retry_s),
         StoredWords(services.store, fleet_id(settings.upstreams, settings.upstreams_file)),
         settings.upstreams,
         settings.upstreams_file,
@@ -228,7 +227,7 @@ def add_to_lifespan(app: FastAPI, block: Callable[[], AbstractAsyncContextManage
 
 
 def _replica_maker(
-    settings: Settings, template: str | None, metrics: Metrics, suspension: Suspension, retry_s: float
+    settings: Settings, metrics: Metrics, suspension: Suspension, retry_s: float
 ) -> Callable[[str], Replica]:
     """A function that creates the replica of a base URL. All replicas share the tokenizers.
 
@@ -237,7 +236,7 @@ def _replica_maker(
     """
     tokenizers = Tokenizers(
         settings.tokenizer,
-        template,
+        settings.chat_template.read_text() if settings.chat_template else None,
         trust_remote_code=settings.trust_remote_code,
         proof_folder=proof_folder(),
     )

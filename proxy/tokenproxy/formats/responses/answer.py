@@ -195,26 +195,17 @@ class CompactionTranslation(ResponsesTranslation):
     stored summary.
     """
 
-    def __init__(
-        self,
-        request: ResponsesRequest,
-        items: Sequence[Item],
-        chain: Sequence[str],
-        keep: Keep,
-        kept: Sequence[Item] | None = None,
-    ) -> None:
-        """`kept`: the messages that stay, in the output of `/v1/responses/compact`; else None."""
-        super().__init__(request, items, chain, keep)
-        self._kept = kept
-        self._pieces: list[str] = []
-        """Of the summary."""
+    kept: Sequence[Item] | None = None
+    """The messages that stay, in the output of `/v1/responses/compact`; else None."""
+    _written = ""
+    """The summary so far."""
 
     def message(self, choice: wire.Choice) -> bytes:
         """See `Translation.message`. Raises EngineBroken."""
         response = super().message(choice)
-        if self._kept is None:
+        if self.kept is None:
             return response
-        messages = [_kept_message(item, self._named, index) for index, item in enumerate(self._kept)]
+        messages = [_kept_message(item, self._named, index) for index, item in enumerate(self.kept)]
         return msgspec.json.encode(
             {
                 "id": self._named,
@@ -239,7 +230,7 @@ class CompactionTranslation(ResponsesTranslation):
         await super().settle()
 
     def _add(self, choice: wire.Choice, message: dict[str, Any]) -> list[Event]:
-        self._pieces.append(wire.text_of(message))
+        self._written += wire.text_of(message)
         return []
 
     def _complete(self) -> list[Event]:
@@ -255,7 +246,7 @@ class CompactionTranslation(ResponsesTranslation):
 
     @property
     def _summary(self) -> str:
-        return "".join(self._pieces).strip()
+        return self._written.strip()
 
 
 def summary_message(summary: str) -> str:

@@ -61,5 +61,6 @@ class ResponsesFormat(Format):
             return ResponsesTranslation(asked, items, recalled.chain, self._keep)
         if request.retry.path != COMPACT_PATH:
             return CompactionTranslation(asked, items, recalled.chain, self._keep)
-        kept = [item for item in (*recalled.earlier, *items) if item.get("role") == "user"]
-        return CompactionTranslation(asked, items, [], self._keep, kept)
+        compaction = CompactionTranslation(asked, items, [], self._keep)
+        compaction.kept = [item for item in (*recalled.earlier, *items) if item.get("role") == "user"]
+        return compaction
