@@ -207,7 +207,6 @@ def _holds_password(value: object) -> bool:
 
 _PREFIX = "tokenproxy_"
 _EVERY_S = 5.0
-_Labels = tuple[tuple[str, str], ...]
 
 
 class RayMetrics:
@@ -215,9 +214,9 @@ class RayMetrics:
 
     def __init__(self, registry: Collector | CollectorRegistry) -> None:
         self._registry = registry
-        self._counters: dict[str, Counter] = {}
-        self._gauges: dict[str, Gauge] = {}
-        self._passed: dict[tuple[str, _Labels], float] = {}
+        self._metrics: dict[str, Counter | Gauge] = {}
+        self._passed: dict[tuple[str, tuple[str, ...]], float] = {}
+        """What was passed of counters."""
 
     def update(self) -> None:
         """Pass what changed.
@@ -228,30 +227,20 @@ class RayMetrics:
         for family in self._registry.collect():
             if not family.name.startswith(_PREFIX):
                 continue
+            kind = Counter if family.type == "counter" else Gauge
             for sample in family.samples:
-                labels = tuple(sorted(sample.labels.items()))
-                if sample.name.endswith("_created"):
+                name, names, tags = sample.name, tuple(sorted(sample.labels)), dict(sample.labels)
+                key = name, tuple(tags[each] for each in names)
+                growth = sample.value - self._passed.get(key, 0.0)
+                if name.endswith("_created") or (kind is Counter and growth <= 0):
                     continue
-                if family.type == "counter":
-                    self._count(sample.name, family.documentation, labels, sample.value)
+                if name not in self._metrics:
+                    self._metrics[name] = kind(name, family.documentation, names)
+                if kind is Counter:
+                    self._metrics[name].inc(growth, tags=tags)
+                    self._passed[key] = sample.value
                 else:
-                    self._set(sample.name, family.documentation, labels, sample.value)
-
-    def _set(self, name: str, text: str, labels: _Labels, value: float) -> None:
-        gauge = self._gauges.get(name)
-        if gauge is None:
-            gauge = self._gauges[name] = Gauge(name, text, tuple(key for key, _ in labels))
-        gauge.set(value, tags=dict(labels))
-
-    def _count(self, name: str, text: str, labels: _Labels, value: float) -> None:
-        growth = value - self._passed.get((name, labels), 0.0)
-        if growth <= 0:
-            return
-        counter = self._counters.get(name)
-        if counter is None:
-            counter = self._counters[name] = Counter(name, text, tuple(key for key, _ in labels))
-        counter.inc(growth, tags=dict(labels))
-        self._passed[name, labels] = value
+                    self._metrics[name].set(sample.value, tags=tags)
 
 
 @asynccontextmanager
