@@ -22,18 +22,16 @@ from multiprocessing.connection import Connection
 
 from tokenproxy.app.server import Server, server_config
 from tokenproxy.app.workers.metrics import shared_metrics
-from tokenproxy.app.workers.supervisor import END_S, STARTED, Command, Start
+from tokenproxy.app.workers.supervisor import END_S, SIGNALS, STARTED, Command, Start
 from tokenproxy.monitoring.logs import configure_logs
 from tokenproxy.turn.services import RunningRequests
 
 log = logging.getLogger("tokenproxy")
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
 
 def main() -> None:
     """Run a worker until its parent stops it; the argument is the file descriptor of its pipe."""
-    for number in _SIGNALS:
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # the server takes them once it runs
     control = Connection(int(sys.argv[1]))
     start: Start = control.recv()
@@ -68,7 +66,7 @@ class WorkerServer(Server):
     def capture_signals(self) -> Iterator[None]:
         """Handle signals and the parent's messages in the event loop while the server runs."""
         loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
+        for number in SIGNALS:
             loop.add_signal_handler(number, self.stop, self._stop_delay_s)
         threading.Thread(target=self._obey, args=[loop], daemon=True).start()
         yield
