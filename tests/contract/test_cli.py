@@ -133,7 +133,7 @@ def test_the_engines_key_is_not_lent_to_the_public(
     assert not served
     public[2] = "http://a:1"
     assert main(public) == 0  # no key to lend
-    for flags in (["--allow-anonymous"], ["--api-key", "a"], ["--admin-key", "a"]):
+    for flags in (["--api-key", "a"], ["--admin-key", "a"]):
         assert main([*public, *key, *flags]) == 0
     for loopback in ("127.8.0.1", "::1", "LOCALHOST"):
         assert main([*public, *key, "--host", loopback]) == 0

@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 from tokenproxy.cli.main import main
-from tokenproxy.settings import Settings, SettingsError, load_settings
-from tokenproxy.settings.flags import flag_name
+from tokenproxy.settings import Settings, SettingsError, flag_name, load_settings
 
 _CONFIGS = sorted((Path(__file__).parents[2] / "config").glob("*.yaml"))
 

@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from functools import partial
+from typing import Any
 
 from fastapi import FastAPI
 from prometheus_client import ProcessCollector
@@ -13,7 +14,6 @@ from chat_tokenizer import TokenizerUnavailable
 from chat_tokenizer.files import check_source
 from tokenproxy import __version__
 from tokenproxy.base.http import Request, Response
-from tokenproxy.base.types import Scope
 from tokenproxy.base.urls import url_credentials
 from tokenproxy.engine.http import HttpEngine
 from tokenproxy.engine.monitored import MonitoredEngine
@@ -44,6 +44,9 @@ from tokenproxy.web.credentials import EngineCredentials, TenantOf, tenant_in_sc
 from tokenproxy.web.gate import Gate, is_loopback
 from tokenproxy.web.keys import KeyFile, read_keys
 from tokenproxy.web.routes import DirectRoutes, all_routes, mount
+
+_IDLE_TIMEOUT_S = 600.0
+"""How long a stream of an engine may pause: as long as clients wait by default."""
 
 
 def make_services(
@@ -116,11 +119,11 @@ def check_settings(settings: Settings, processes: int) -> None:
         except (ValueError, TokenizerUnavailable) as error:
             raise SettingsError(f"{name}: {error}") from error
     lends = lends_credentials(settings) and not settings.asks_for_keys
-    if lends and not settings.allow_anonymous and not is_loopback(settings.host):
+    if lends and not is_loopback(settings.host):
         name = "`upstream_api_key`" if settings.upstream_api_key else "the user in an upstream's URL"
         raise SettingsError(
             f"every client that reaches host {settings.host} could use the engines with {name}: "
-            "set `api_key` (--api-key KEY), listen on 127.0.0.1, or pass --allow-anonymous"
+            "set `api_key` (--api-key KEY), or listen on 127.0.0.1"
         )
     if processes > 1 and settings.store == "memory:":
         raise SettingsError(
@@ -162,59 +165,48 @@ def create_app(
         resolve: finds the engines that a name among `settings.upstreams` stands for; None asks DNS.
         retry_s: seconds until the next check of an engine that does not respond.
     """
-    template = settings.chat_template.read_text() if settings.chat_template else None
     key_file = KeyFile(settings.api_key_file) if settings.api_key_file else None
     if metrics is None:
         metrics = Metrics()
         ProcessCollector(registry=metrics.registry)
     observer = Observer(metrics, make_tracing())
 
+    fleet = Fleet(  # its membership adds the replicas
+        [],
+        replica_requests=settings.replica_requests,
+        watch_interval_s=settings.watch_interval_s,
+        weight_update_timeout_s=settings.weight_update_timeout_s,
+        admission_wait_s=settings.admission_wait_s,
+    )
+    services = make_services(settings, fleet, metrics, requests)
+    services.membership = membership = Membership(
+        fleet,
+        _replica_maker(settings, metrics, fleet.weights.suspension, retry_s),
+        StoredWords(services.store, fleet_id(settings.upstreams, settings.upstreams_file)),
+        settings.upstreams,
+        settings.upstreams_file,
+        resolve or resolve_host,
+    )
+
+    def send(request: Request) -> Awaitable[Response]:
+        # it needs no weights, so that a paused fleet does not hold it up
+        return fleet.send_to_any(request, Routing(samples=False))
+
+    credentials = EngineCredentials(send, lend=fleet.lend_credential)
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with (
-            aclosing(observer),
-            key_file.watched() if key_file else nullcontext(),
-        ):
-            fleet = Fleet(  # its membership adds the replicas
-                [],
-                replica_requests=settings.replica_requests,
-                watch_interval_s=settings.watch_interval_s,
-                weight_update_timeout_s=settings.weight_update_timeout_s,
-                admission_wait_s=settings.admission_wait_s,
-            )
-            services = make_services(settings, fleet, metrics, requests)
-            services.membership = membership = Membership(
-                fleet,
-                _replica_maker(settings, template, metrics, fleet.weights.suspension, retry_s),
-                StoredWords(services.store, fleet_id(settings.upstreams, settings.upstreams_file)),
-                settings.upstreams,
-                settings.upstreams_file,
-                settings.watch_interval_s,
-                resolve or resolve_host,
-            )
-            async with running(services), aclosing(credentials):
-                await membership.start()
-                app.state.services = services
-                try:
-                    yield
-                finally:
-                    await membership.stop()
+        async with aclosing(observer), running(services), aclosing(credentials):
+            await membership.refresh()
+            run_forever = services.history.tasks.run_forever
+            run_forever(membership.watch, "the list of engines could not be brought up to date")
+            if key_file is not None:
+                run_forever(key_file.watch, "a changed `api_key_file` is not noticed")
+            yield
 
     app = FastAPI(title="tokenproxy", version=__version__, lifespan=lifespan, redirect_slashes=False)
-
-    def services_of(scope: Scope) -> Services:
-        services: Services = app.state.services
-        return services
-
-    async def send(request: Request) -> Response:
-        # it needs no weights, so that a paused fleet does not hold it up
-        return await services_of({}).fleet.send_to_any(request, Routing(samples=False))
-
-    async def lend(credential: tuple[bytes, bytes]) -> None:
-        await services_of({}).fleet.lend_credential(credential)
-
-    credentials = EngineCredentials(send, lend=lend)
-    endpoints = mount(app, services_of, _tenant_of(settings, credentials), observer, inside_vllm=False)
+    tenant_of = _tenant_of(settings, credentials)
+    endpoints = mount(app, lambda scope: services, tenant_of, observer, inside_vllm=False)
     app.add_middleware(DirectRoutes, endpoints=endpoints)  # the innermost: it gets requests that were checked
     guard(app, settings, key_file)
     # added last, so that it is the outermost: it also observes the requests that the others refuse
@@ -222,8 +214,20 @@ def create_app(
     return app
 
 
+def add_to_lifespan(app: FastAPI, block: Callable[[], AbstractAsyncContextManager[object]]) -> None:
+    """Run a block in the lifespan of an application; it ends while all of that one's state is there."""
+    lifespan = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def extended(app: FastAPI) -> AsyncIterator[Any]:
+        async with lifespan(app) as state, block():
+            yield state
+
+    app.router.lifespan_context = extended
+
+
 def _replica_maker(
-    settings: Settings, template: str | None, metrics: Metrics, suspension: Suspension, retry_s: float
+    settings: Settings, metrics: Metrics, suspension: Suspension, retry_s: float
 ) -> Callable[[str], Replica]:
     """A function that creates the replica of a base URL. All replicas share the tokenizers.
 
@@ -232,8 +236,8 @@ def _replica_maker(
     """
     tokenizers = Tokenizers(
         settings.tokenizer,
-        template,
-        settings.trust_remote_code,
+        settings.chat_template.read_text() if settings.chat_template else None,
+        trust_remote_code=settings.trust_remote_code,
         proof_folder=proof_folder(),
     )
     key = settings.upstream_api_key.get_secret_value() if settings.upstream_api_key else None
@@ -242,7 +246,7 @@ def _replica_maker(
         engine = HttpEngine(
             url,
             key,
-            idle_timeout_s=settings.idle_timeout_s or None,
+            idle_timeout_s=_IDLE_TIMEOUT_S,
             suspended_seconds=suspension.seconds,
         )
         monitored = MonitoredEngine(engine, metrics)

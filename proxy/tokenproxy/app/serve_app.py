@@ -10,7 +10,6 @@ continue any conversation. docs/ray.md describes it.
 
 import asyncio
 import gc
-import logging
 import os
 import re
 from collections.abc import AsyncIterator, Callable
@@ -27,15 +26,14 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.util.metrics import Counter, Gauge
 
-from tokenproxy.app.app import check_settings, create_app
+from tokenproxy.app.app import add_to_lifespan, check_settings, create_app
 from tokenproxy.app.serve_engines import ENGINES, ActorEngines, EngineArguments, read_engines, run_engines
 from tokenproxy.app.server import GC_THRESHOLDS, raise_file_limit
+from tokenproxy.base.tasks import end_tasks, repeat
 from tokenproxy.base.types import ASGIApp, Message, Receive, Scope, Send
 from tokenproxy.monitoring.logs import configure_logs
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.settings import ENV_PREFIX, Settings, SettingsError, load_settings
-
-log = logging.getLogger("tokenproxy")
 
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 """Requests with the same `X-Session-ID` go to the same replica while it takes them."""
@@ -139,14 +137,7 @@ def _app_maker(arguments: Arguments) -> Callable[[], FastAPI]:
         gc.set_threshold(*GC_THRESHOLDS)
         metrics = Metrics()
         app = create_app(settings, metrics=metrics, resolve=ActorEngines().resolve)
-        serving = app.router.lifespan_context
-
-        @asynccontextmanager
-        async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-            async with serving(app), exported(metrics.registry):
-                yield
-
-        app.router.lifespan_context = lifespan
+        add_to_lifespan(app, lambda: exported(metrics.registry))
         app.add_middleware(_WithoutRequestId)
         return app
 
@@ -216,7 +207,6 @@ def _holds_password(value: object) -> bool:
 
 _PREFIX = "tokenproxy_"
 _EVERY_S = 5.0
-_Labels = tuple[tuple[str, str], ...]
 
 
 class RayMetrics:
@@ -224,9 +214,9 @@ class RayMetrics:
 
     def __init__(self, registry: Collector | CollectorRegistry) -> None:
         self._registry = registry
-        self._counters: dict[str, Counter] = {}
-        self._gauges: dict[str, Gauge] = {}
-        self._passed: dict[tuple[str, _Labels], float] = {}
+        self._metrics: dict[str, Counter | Gauge] = {}
+        self._passed: dict[tuple[str, tuple[str, ...]], float] = {}
+        """What was passed of counters."""
 
     def update(self) -> None:
         """Pass what changed.
@@ -237,49 +227,34 @@ class RayMetrics:
         for family in self._registry.collect():
             if not family.name.startswith(_PREFIX):
                 continue
+            kind = Counter if family.type == "counter" else Gauge
             for sample in family.samples:
-                labels = tuple(sorted(sample.labels.items()))
-                if sample.name.endswith("_created"):
+                name, names, tags = sample.name, tuple(sorted(sample.labels)), dict(sample.labels)
+                key = name, tuple(tags[each] for each in names)
+                growth = sample.value - self._passed.get(key, 0.0)
+                if name.endswith("_created") or (kind is Counter and growth <= 0):
                     continue
-                if family.type == "counter":
-                    self._count(sample.name, family.documentation, labels, sample.value)
+                if name not in self._metrics:
+                    self._metrics[name] = kind(name, family.documentation, names)
+                if kind is Counter:
+                    self._metrics[name].inc(growth, tags=tags)
+                    self._passed[key] = sample.value
                 else:
-                    self._set(sample.name, family.documentation, labels, sample.value)
-
-    def _set(self, name: str, text: str, labels: _Labels, value: float) -> None:
-        gauge = self._gauges.get(name)
-        if gauge is None:
-            gauge = self._gauges[name] = Gauge(name, text, tuple(key for key, _ in labels))
-        gauge.set(value, tags=dict(labels))
-
-    def _count(self, name: str, text: str, labels: _Labels, value: float) -> None:
-        growth = value - self._passed.get((name, labels), 0.0)
-        if growth <= 0:
-            return
-        counter = self._counters.get(name)
-        if counter is None:
-            counter = self._counters[name] = Counter(name, text, tuple(key for key, _ in labels))
-        counter.inc(growth, tags=dict(labels))
-        self._passed[name, labels] = value
+                    self._metrics[name].set(sample.value, tags=tags)
 
 
 @asynccontextmanager
 async def exported(registry: Collector | CollectorRegistry) -> AsyncIterator[None]:
     """Pass the values of a registry to Ray again and again, and once more at the end."""
     metrics = RayMetrics(registry)
-    task = asyncio.create_task(_export(metrics))
+
+    async def update() -> None:
+        await asyncio.sleep(_EVERY_S)
+        metrics.update()
+
+    task = asyncio.create_task(repeat(update, "the metrics could not be passed to Ray"))
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.wait([task])
+        await end_tasks(task)
         metrics.update()
-
-
-async def _export(metrics: RayMetrics) -> None:
-    while True:
-        await asyncio.sleep(_EVERY_S)
-        try:
-            metrics.update()
-        except Exception:  # the boundary of the task: metrics must not stop because of one
-            log.exception("the metrics could not be passed to Ray")

@@ -35,7 +35,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tokenproxy.app.app import create_app
 from tokenproxy.app.start import announce, bind, try_store
-from tokenproxy.app.workers.supervisor import END_S, run_workers
+from tokenproxy.app.workers.supervisor import END_S, SIGNALS, run_workers
 from tokenproxy.base.types import ASGIApp
 from tokenproxy.monitoring.logs import configure_logs
 from tokenproxy.monitoring.metrics import Metrics
@@ -226,7 +226,6 @@ _STEP_S = 0.05
 GC_THRESHOLDS = (50_000, 20, 50)
 """With Python's own, (700, 10, 10), the search for garbage in the caches takes a sixth of the
 CPU time of a small request. Requests make few cycles; reference counting frees the rest."""
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def run(settings: Settings) -> int:
@@ -240,7 +239,7 @@ def run(settings: Settings) -> int:
             "the proxy cannot %s: %s", "listen" if isinstance(error, OSError) else "record turns", error
         )
         return 1
-    if not (settings.asks_for_keys or settings.allow_anonymous or is_loopback(settings.host)):
+    if not (settings.asks_for_keys or is_loopback(settings.host)):
         log.warning(
             "no keys are set: unless the engines ask for keys, every client that reaches %s:%d may read and "
             "delete what is recorded: set `api_key` (--api-key KEY) or listen on 127.0.0.1",
@@ -312,7 +311,7 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Handle signals in the event loop while the server runs; see `uvicorn.Server.capture_signals`."""
         loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
+        for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
         try:
             yield
@@ -389,7 +388,7 @@ class Server(uvicorn.Server):
 
     def _ignore_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
+        for number in SIGNALS:
             loop.remove_signal_handler(number)
 
 

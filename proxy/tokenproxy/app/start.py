@@ -13,12 +13,10 @@ from tokenproxy.settings import Settings, SettingsError
 from tokenproxy.store.guarded import START_S
 from tokenproxy.store.urls import make_store, place
 from tokenproxy.web.credentials import SINGLE_TENANT
-from tokenproxy.web.gate import is_loopback
+from tokenproxy.web.gate import LOOPBACK_NAMES, is_loopback
 from tokenproxy.web.keys import read_keys
 
 log = logging.getLogger("tokenproxy")
-
-_LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 def check_address(settings: Settings) -> None:
@@ -27,7 +25,8 @@ def check_address(settings: Settings) -> None:
     Raises:
         SettingsError: an engine has the same one, or the certificate cannot be used.
     """
-    names = {settings.host, *(_LOCAL if settings.host in (*_LOCAL, "0.0.0.0", "::") else ())}
+    local = settings.host in (*LOOPBACK_NAMES, "0.0.0.0", "::")
+    names = {settings.host, *(LOOPBACK_NAMES if local else ())}
     own = [url for url in map(URL, settings.upstreams) if url.host in names and url.port == settings.port]
     if own:
         raise SettingsError(f"upstreams: {own[0]} is the proxy's own address: name vLLM's, or another --port")

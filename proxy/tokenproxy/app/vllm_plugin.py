@@ -9,9 +9,8 @@ import asyncio
 import logging
 import os
 from argparse import Namespace
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from fastapi import FastAPI
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from chat_tokenizer.traits import ContentFormat
-from tokenproxy.app.app import check_settings, make_services, running
+from tokenproxy.app.app import add_to_lifespan, check_settings, make_services, running
 from tokenproxy.base.errors import EngineUnavailable
 from tokenproxy.base.request import EngineRoute
 from tokenproxy.base.types import Scope
@@ -86,7 +85,7 @@ class TokenProxyPlugin:
         added = [route for route in app.router.routes if route not in theirs]
         put_first(app, added)
         self._check_routes = partial(check_first, app, added)
-        _close_at_shutdown(app, self.aclose)
+        add_to_lifespan(app, lambda: aclosing(self))
 
     async def aclose(self) -> None:
         """Close the store, the replica's tasks and the encoder threads; a failure is only logged."""
@@ -108,21 +107,22 @@ class TokenProxyPlugin:
         # not earlier: with --otlp-traces-endpoint vLLM has made its tracer provider by now
         self._observer.tracing = make_tracing()
         self._opened.push_async_callback(self._observer.aclose)
-        settings = load_settings(_config_file())
+        file = os.environ.get(CONFIG_VARIABLE)
+        settings = load_settings(Path(file) if file else None)
         check_settings(settings, processes=1)  # several servers with memory: are warned below
         source = settings.tokenizer or getattr(args, "tokenizer", None)
-        rendering = _rendering(state, args)
-        template = _template_text(str(settings.chat_template or "") or rendering.chat_template)
+        own_template, content_format, template_kwargs = _rendering(state, args)
+        template = _template_text(str(settings.chat_template or "") or own_template)
         trust = settings.trust_remote_code or bool(getattr(args, "trust_remote_code", False))
         revision = getattr(args, "tokenizer_revision", None) or getattr(args, "revision", None)
         tokenizers = Tokenizers(
             source,
             template,
-            trust,
-            revision,
-            rendering.content_format,
-            rendering.default_template_kwargs,
-            proof_folder(),
+            trust_remote_code=trust,
+            revision=revision,
+            content_format=content_format,
+            default_template_kwargs=template_kwargs,
+            proof_folder=proof_folder(),
         )
         mode = str(getattr(args, "logprobs_mode", None) or "")
         metrics = self._observer.metrics
@@ -157,21 +157,6 @@ def _serves_generate(app: FastAPI) -> bool:
     return bool(enabled or getattr(args, "tokens_only", False))
 
 
-def _close_at_shutdown(app: FastAPI, close: Callable[[], Awaitable[None]]) -> None:
-    """Call `close` at the end of the application's lifespan, while all of its state is still there."""
-    lifespan = app.router.lifespan_context
-
-    @asynccontextmanager
-    async def closing(app: FastAPI) -> AsyncIterator[Any]:
-        async with lifespan(app) as state:
-            try:
-                yield state
-            finally:
-                await close()
-
-    app.router.lifespan_context = closing
-
-
 async def _cut_at_end(state: Any, running: RunningRequests) -> None:
     """Cut the requests that vLLM's server would wait for although its engine has ended.
 
@@ -187,32 +172,18 @@ async def _cut_at_end(state: Any, running: RunningRequests) -> None:
         log.warning("vLLM stops: %d requests are cut", count)
 
 
-def _config_file() -> Path | None:
-    value = os.environ.get(CONFIG_VARIABLE)
-    return Path(value) if value else None
+def _rendering(state: Any, args: Namespace) -> tuple[str | None, ContentFormat | None, Mapping[str, Any]]:
+    """The settings that vLLM's renderer has resolved; without a renderer, those of vLLM's arguments.
 
-
-@dataclass(frozen=True, slots=True)
-class _Rendering:
-    """vLLM's settings for rendering, besides the tokenizer."""
-
-    chat_template: str | None
-    """A path or the template itself; None if it is the model's own."""
-    content_format: ContentFormat | None
-    """None if vLLM detects it."""
-    default_template_kwargs: Mapping[str, Any]
-
-
-def _rendering(state: Any, args: Namespace) -> _Rendering:
-    """The settings that vLLM's renderer has resolved; without a renderer, those of vLLM's arguments."""
+    Returns the chat template, a path or itself, or None for the model's own; the content format, None if
+    vLLM detects it; and the template's default arguments.
+    """
     names = ("chat_template", "chat_template_content_format", "default_chat_template_kwargs")
     renderer = getattr(state, "online_renderer", None)
     template, content_format, kwargs = (
         getattr(renderer, name, None) or getattr(args, name, None) for name in names
     )
-    return _Rendering(
-        template, content_format if content_format in ("string", "openai") else None, kwargs or {}
-    )
+    return template, content_format if content_format in ("string", "openai") else None, kwargs or {}
 
 
 def _template_text(value: str | None) -> str | None:

@@ -27,6 +27,7 @@ The wire format is OpenAI's: `{"error": {"message", "type", "param", "code"}}`.
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Self
 
 import msgspec
 
@@ -84,6 +85,11 @@ class BadRequest(ApiError):
 
     status = 400
     kind = "BadRequestError"
+
+    @classmethod
+    def of(cls, field: str, problem: str) -> Self:
+        """The error of one field, whose name begins the message: `` `limit` must be a number ``."""
+        return cls(f"`{field}` {problem}", param=field)
 
 
 class Unauthorized(ApiError):

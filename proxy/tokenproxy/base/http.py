@@ -6,7 +6,7 @@ The same types serve both sides: what a client sent to the proxy, and what the p
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
-from urllib.parse import parse_qs, parse_qsl
+from urllib.parse import parse_qs
 
 import msgspec
 
@@ -42,19 +42,9 @@ class Request:
     """What the template of its route matched in the path, decoded."""
 
 
-def query_values(request: Request, name: str) -> list[str]:
-    """All values of a parameter in the query."""
-    return parse_qs(request.path.partition("?")[2]).get(name, [])
-
-
-def query_pairs(request: Request) -> list[tuple[str, str]]:
-    """All parameters in the query with their values, also empty ones."""
-    return parse_qsl(request.path.partition("?")[2], keep_blank_values=True)
-
-
 def query_value(request: Request, name: str, default: str) -> str:
     """The last value of a parameter in the query."""
-    return [default, *query_values(request, name)][-1]
+    return parse_qs(request.path.partition("?")[2]).get(name, [default])[-1]
 
 
 class Response(Protocol):
@@ -74,6 +64,14 @@ class Response(Protocol):
     async def aclose(self) -> None:
         """Give the connection back, or close it if the body was not read to its end."""
         ...
+
+
+async def read_and_close(response: Response) -> bytes:
+    """The whole body of a response, which is closed. Raises EngineBroken."""
+    try:
+        return await response.read()
+    finally:
+        await response.aclose()
 
 
 class BytesResponse:
@@ -122,15 +120,6 @@ class StreamResponse:
     async def aclose(self) -> None:
         """Close the response that this one is derived from."""
         await self._source.aclose()
-
-
-class KeptAlive:
-    """A stream of events into which an event is put whenever it was silent for a while."""
-
-    keep_alive: bytes
-    """The event."""
-    silence_s: float
-    """After how many seconds; clients give up after some minutes."""
 
 
 def header(headers: Headers, name: bytes) -> bytes:

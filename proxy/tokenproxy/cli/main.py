@@ -59,8 +59,7 @@ has the whole list.
 Each --api-key is a tenant: no tenant can continue, list, read or delete what was recorded with another key.
 Without --api-key all clients are one tenant, unless the engine requires keys of the clients: then each key
 that it accepts is a tenant. With --upstream-api-key and no --api-key, every client that reaches the proxy
-uses that key of the engines: the proxy then listens on a loopback address only, unless --allow-anonymous is
-given.
+uses that key of the engines: the proxy then listens on a loopback address only.
 """
 
 _KEY = """\
@@ -198,11 +197,10 @@ def _parser(command: str) -> argparse.ArgumentParser:
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
-    from tokenproxy.settings import GROUPS
-    from tokenproxy.settings.flags import add_flags
+    from tokenproxy.settings import add_flags
 
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with settings")
-    add_flags(parser, GROUPS)
+    add_flags(parser)
     parser.set_defaults(run=_serve)
 
 

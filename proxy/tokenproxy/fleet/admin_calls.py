@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from tokenproxy.base.errors import ApiError
-from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response
+from tokenproxy.base.http import BytesResponse, Request, Response, json_response, read_and_close
 from tokenproxy.base.types import Headers
 from tokenproxy.engine.protocol import Engine
 from tokenproxy.fleet.replica import Replica
@@ -163,10 +163,7 @@ async def ask(engine: Engine, replica: Replica, request: Request, timeout_s: flo
     try:
         async with asyncio.timeout(timeout_s):
             response = await engine.send(request)
-            try:
-                body = await response.read()
-            finally:
-                await response.aclose()
+            body = await read_and_close(response)
     except TimeoutError:
         return Outcome(replica, problem=f"no answer within {timeout_s:g} s (`weight_update_timeout_s`)")
     except ApiError as error:
@@ -182,7 +179,7 @@ def join_answers(call: AdminCall, outcomes: Sequence[Outcome], note: str = "") -
     """
     first, failed = outcomes[0], [outcome for outcome in outcomes if not outcome.ok]
     if not failed and (joined := _joined(call, outcomes)) is not None:
-        return _json(200, {**first.answer, call.field: joined})
+        return json_response({**first.answer, call.field: joined})
     equal = all((each.status, each.body) == (first.status, first.body) for each in outcomes)
     if equal and first.status and not note:
         return BytesResponse(first.status, first.headers, first.body)
@@ -196,13 +193,13 @@ def join_answers(call: AdminCall, outcomes: Sequence[Outcome], note: str = "") -
         for each in outcomes
     }
     if not failed:
-        return _json(200, {"succeeded": "all", "replicas": replicas})
+        return json_response({"succeeded": "all", "replicas": replicas})
     problems = "; ".join(f"{each.replica.name}: {each.why()}" for each in failed)
     message = f"{call.path} failed on {len(failed)} of {len(outcomes)} replicas: {problems}"
     message = f"{message}. {note}" if note else message
     error = {"message": message, "type": "FailedDependencyError", "param": None, "code": "replicas_failed"}
     succeeded = "none" if len(failed) == len(outcomes) else "some"
-    return _json(FAILED, {"error": error, "succeeded": succeeded, "replicas": replicas})
+    return json_response({"error": error, "succeeded": succeeded, "replicas": replicas}, FAILED)
 
 
 def _joined(call: AdminCall, outcomes: Sequence[Outcome]) -> Any:
@@ -211,7 +208,3 @@ def _joined(call: AdminCall, outcomes: Sequence[Outcome]) -> Any:
     if all(type(value) is list for value in values):
         return [item for value in values for item in value]
     return sum(values) if all(type(value) is int for value in values) else None
-
-
-def _json(status: int, body: object) -> Response:
-    return BytesResponse(status, list(JSON_HEADERS), msgspec.json.encode(body))

@@ -64,16 +64,16 @@ async def _with_rank_offsets(body: bytes, headers: Headers, replicas: Sequence[R
     fields = parse(body)
     info = read(fields, "init_info", Fields)
     if info is None:
-        raise BadRequest("`init_info` is required: an object", param="init_info")
+        raise BadRequest.of("init_info", "is required: an object")
     offset, total = _integer(info, "rank_offset"), _integer(info, "world_size")
     if offset is None or len(replicas) == 1:
         return [body] * len(replicas)
     sizes = await _world_sizes(headers, replicas)
     if total is not None and total < offset + sum(sizes):
-        raise BadRequest(
-            f"`init_info.world_size` is {total}, but the fleet has {sum(sizes)} workers from rank "
+        raise BadRequest.of(
+            "init_info.world_size",
+            f"is {total}, but the fleet has {sum(sizes)} workers from rank "
             f"{offset} on: use the sum that GET {WORLD_SIZE} returns",
-            param="init_info.world_size",
         )
     infos = [{**info, "rank_offset": raw(start)} for start in accumulate(sizes[:-1], initial=offset)]
     return [join({**fields, "init_info": msgspec.Raw(join(each))}) for each in infos]
@@ -101,7 +101,7 @@ def named_version(call: AdminCall, request: Request) -> str | None:
         return None
     version = read(parse(request.body), "new_version", str)
     if not version:
-        raise BadRequest("`new_version` is required: a text", param="new_version")
+        raise BadRequest.of("new_version", "is required: a text")
     return version
 
 
@@ -124,4 +124,4 @@ def _integer(fields: Fields, name: str) -> int | None:
     try:
         return msgspec.json.decode(fields.get(name) or b"null", type=int | None)
     except msgspec.DecodeError as error:
-        raise BadRequest(f"`init_info.{name}` must be an integer", param=f"init_info.{name}") from error
+        raise BadRequest.of(f"init_info.{name}", "must be an integer") from error

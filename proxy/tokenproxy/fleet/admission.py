@@ -16,10 +16,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from tokenproxy.fleet.choosing import Routing
 from tokenproxy.fleet.queue import Priority
 
 if TYPE_CHECKING:
+    from tokenproxy.fleet.choosing import Routing
     from tokenproxy.fleet.fleet import Fleet
     from tokenproxy.fleet.replica import Replica
 
@@ -148,7 +148,7 @@ class CacheUse:
 class Admission:
     """Whether one request waits until its conversation has room."""
 
-    def __init__(self, fleet: "Fleet", routing: Routing) -> None:
+    def __init__(self, fleet: "Fleet", routing: "Routing") -> None:
         """Decide whether it needs room, with what priority it waits for that, and for how long."""
         self._conversations = fleet.conversations
         self._key = routing.conversation if routing.completion else ""

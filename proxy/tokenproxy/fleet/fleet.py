@@ -20,8 +20,7 @@ from tokenproxy.base.errors import (
 from tokenproxy.base.http import Request, Response
 from tokenproxy.engine.discovery import NO_TOKEN_IN
 from tokenproxy.fleet.admission import Admission
-from tokenproxy.fleet.affinity import Conversations, PrefixCaches
-from tokenproxy.fleet.choosing import Choose, Routing, sticky_least_loaded
+from tokenproxy.fleet.choosing import Choose, Conversations, PrefixCaches, Routing, sticky_least_loaded
 from tokenproxy.fleet.dispatch import Run, Suspects, Work, dispatch
 from tokenproxy.fleet.health import BreakerState, FleetWatch
 from tokenproxy.fleet.model import FleetModel, choose_model
@@ -103,8 +102,6 @@ class Fleet:
 
     def remove(self, replica: Replica) -> None:
         """Remove a replica; requests that run on it end normally, and it is watched until they have."""
-        if replica not in self.replicas:
-            return
         self.replicas.remove(replica)
         self.leaving.append(replica)
         self.settle_model()
@@ -342,7 +339,7 @@ class Fleet:
 
     def taking(self, *, samples: bool = True) -> list[Replica]:
         """The replicas that take requests. Those with other weights take requests that do not sample."""
-        serving = [replica for replica in self.ready if self.weights.serves(replica)]
+        serving = [replica for replica in self.ready if not self.weights.problem(replica)]
         return serving if samples or serving else self.ready
 
     async def _first_answer(self) -> None:

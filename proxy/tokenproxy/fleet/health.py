@@ -17,7 +17,6 @@ prompts take engines on a CPU a minute.
 """
 
 import asyncio
-import logging
 import math
 import random
 import re
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from tokenproxy.base.errors import ApiError, OutOfSockets
 from tokenproxy.base.http import Request
+from tokenproxy.base.tasks import end_tasks, repeat
 from tokenproxy.engine.protocol import fetch
 from tokenproxy.engine.token_in import CHAT_PATH, json_request
 
@@ -135,8 +135,6 @@ class Breaker:
         self._failures, self._trial, self.reason = 0, None, reason
 
 
-log = logging.getLogger("tokenproxy")
-
 INTERVAL_S = 0.5
 SILENT_S = 10.0
 """The shortest silence that counts."""
@@ -169,15 +167,11 @@ class FleetWatch:
 
     def start(self) -> None:
         """Start watching. Call it inside a running event loop."""
-        self._task = asyncio.create_task(self._watch())
+        self._task = asyncio.create_task(repeat(self._watch, "watching the fleet failed"))
 
     async def stop(self) -> None:
         """Stop watching."""
-        tasks = [task for task in (self._task, *self._examinations.values()) if task is not None]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await end_tasks(self._task, *self._examinations.values())
 
     @property
     def was_late(self) -> bool:
@@ -200,18 +194,11 @@ class FleetWatch:
         return True
 
     async def _watch(self) -> None:
-        while True:
-            self._due = self._clock() + INTERVAL_S
-            await asyncio.sleep(INTERVAL_S)
-            if (now := self._clock()) - self._due > LATE_S:
-                self._late_at = now
-            self._due = math.inf
-            try:
-                await self._look()
-            except Exception:  # the boundary of the task: what closes badly must not end the watch
-                log.exception("watching the fleet failed")
-
-    async def _look(self) -> None:
+        self._due = self._clock() + INTERVAL_S
+        await asyncio.sleep(INTERVAL_S)
+        if (now := self._clock()) - self._due > LATE_S:
+            self._late_at = now
+        self._due = math.inf
         fleet = self._fleet
         fleet.queue.wake()  # a replica may have come back
         watched = [*fleet.replicas, *fleet.leaving]

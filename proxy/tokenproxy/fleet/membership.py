@@ -85,8 +85,6 @@ class Membership:
     """Base URLs; those with the scheme `dns+http` or `ray-actor` are resolved again and again."""
     file: Path | None = None
     """One URL in each line; what follows `#` is a comment."""
-    interval_s: float = 5.0
-    """Seconds between two looks at the file, at names and at the changes of other processes."""
     resolve: Resolve = resolve_host
     changes: dict[str, ReplicaChange] = field(default_factory=dict)
     """Those that apply."""
@@ -97,18 +95,6 @@ class Membership:
     _urls: dict[str, str] = field(default_factory=dict)
     """Those of the replicas in the fleet, by their names."""
     _problems: dict[str, str] = field(default_factory=dict)
-    _task: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """Read all sources once, then again and again. Call it inside a running event loop."""
-        await self.refresh()
-        self._task = asyncio.create_task(self._watch())
-
-    async def stop(self) -> None:
-        """Stop looking at the sources."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
 
     async def refresh(self) -> None:
         """Read the sources and add or remove what changed. What cannot be read stays as it was."""
@@ -124,8 +110,8 @@ class Membership:
             await self._read_changes()
         self._apply()
 
-    async def add(self, url: str) -> None:
-        """Add an engine. One that is part of the fleet already is used again if it was drained.
+    async def add(self, url: str) -> bool:
+        """Add an engine; True. One that is part of the fleet already is used again if it was drained.
 
         Raises:
             ValueError: `url` is not an http or https URL, or holds a user or password.
@@ -139,6 +125,7 @@ class Membership:
         # what another process changed a moment ago must not be lost
         await self._read_changes()
         await self._change(url, None if url in self._named() else ReplicaChange.ADDED)
+        return True
 
     async def drain(self, url: str) -> bool:
         """Send no more requests to an engine; those that run end. False if it is not part of the fleet.
@@ -227,13 +214,10 @@ class Membership:
                 replica.draining = draining
                 self.fleet.settle_model()
 
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(self.interval_s)
-            try:
-                await self.refresh()
-            except Exception:  # the boundary of the task: the fleet stays as it is
-                log.exception("the list of engines could not be brought up to date")
+    async def watch(self) -> None:
+        """Read the sources again after the interval."""
+        await asyncio.sleep(self.fleet.watch_interval_s)
+        await self.refresh()
 
     @contextmanager
     def _reported(self, source: str) -> Iterator[None]:

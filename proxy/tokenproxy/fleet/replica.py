@@ -19,6 +19,7 @@ from tokenproxy.base.errors import (
     Unsupported,
 )
 from tokenproxy.base.http import Request
+from tokenproxy.base.tasks import end_tasks
 from tokenproxy.engine.discovery import NO_TOKEN_IN, Capabilities, CredentialRequired, discover, list_models
 from tokenproxy.engine.protocol import Engine, EngineWithCredential, fetch
 from tokenproxy.fleet.admission import CacheUse
@@ -82,7 +83,8 @@ class Replica:
         self._logprobs_mode = logprobs_mode
         self.metrics = metrics
         self._reported: ReplicaState | None = None
-        self.engine = engine
+        self.engine = self.questions = engine
+        """`questions`: for the proxy's own requests, with a client's credential if one was lent."""
         self.name = engine.name
         self.load = Load(clock)
         self.cache = CacheUse()
@@ -106,7 +108,6 @@ class Replica:
         self._interval_s = watch_interval_s
         self.problem = "not checked yet"
         """Why it is not ready."""
-        self._credential: tuple[bytes, bytes] | None = None
         self.wants_credential = False
         """Whether the engine refuses discovery without a credential that it accepts."""
         self.was_tried = False
@@ -138,18 +139,11 @@ class Replica:
             raise EngineUnavailable(self.problem)
         return self.capabilities
 
-    @property
-    def questions(self) -> Engine:
-        """The engine for the proxy's own requests: with a client's credential, if one was lent."""
-        if self._credential is None:
-            return self.engine
-        return EngineWithCredential(self.engine, self._credential)
-
     async def lend_credential(self, credential: tuple[bytes, bytes]) -> None:
         """Repeat discovery with a credential that the engine accepted from a client, if it requires one."""
         if self.wants_credential:
             self.wants_credential = False
-            self._credential = credential
+            self.questions = EngineWithCredential(self.engine, credential)
             await self._discover()
 
     def start(self) -> None:
@@ -159,9 +153,7 @@ class Replica:
 
     async def stop(self) -> None:
         """Stop watching and close connections."""
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.wait([self._watcher])
+        await end_tasks(self._watcher)
         if self._confirmation is not None:
             await asyncio.wait([self._confirmation])
         self._tokenizers.forget(self.questions)
@@ -381,7 +373,7 @@ class Replica:
             return ReplicaState.DRAINING
         if self.difference:
             return ReplicaState.DIFFERENT
-        if not self.fleet.weights.serves(self):
+        if self.fleet.weights.problem(self):
             return ReplicaState.STALE
         return ReplicaState.EJECTED if self.breaker.opens_for_s() else ReplicaState.READY
 

@@ -2,8 +2,8 @@
 
 Law: a replica serves requests only if its weights are those of the fleet.
 
-    serves(replica)  <=>  no failure of it is recorded, and
-                          no version was set, or its engine reports the version that was set
+    problem(replica) is empty  <=>  no failure of it is recorded, and
+                                    no version was set, or its engine reports the version that was set
 
 One word in the store holds the state. The process that gets an admin call writes it; all others read it.
 """

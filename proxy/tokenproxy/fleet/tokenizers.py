@@ -11,7 +11,7 @@ import asyncio
 import gc
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -52,26 +52,19 @@ class Tokenizers:
         self,
         source: str | None = None,
         chat_template: str | None = None,
-        trust_remote_code: bool = False,
-        revision: str | None = None,
+        *,
         content_format: ContentFormat | None = None,
-        default_template_kwargs: Mapping[str, Any] | None = None,
         proof_folder: Path | None = None,
+        **options: Any,
     ) -> None:
         """Arguments are those of `ChatTokenizer.load`; None leaves it to the model and its engine.
 
         `proof_folder` is the folder for proofs about chat templates; None keeps them in memory.
         """
         self._source = source
-        self._load_one = partial(
-            ChatTokenizer.load,
-            needs_template=False,
-            chat_template=chat_template,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            content_format=content_format,
-            default_template_kwargs=default_template_kwargs,
-        )
+        options |= {"chat_template": chat_template, "content_format": content_format}
+        load: Callable[..., ChatTokenizer] = ChatTokenizer.load
+        self._load_one = partial(load, needs_template=False, **options)
         self._other_formats = _CONTENT_FORMATS if content_format is None else ()
         self._proof_folder = proof_folder
         self._loader = ThreadPoolExecutor(thread_name_prefix="load")
@@ -94,11 +87,10 @@ class Tokenizers:
         """
         source = self._source or (model.root if model else None)
         if source is None:
-            raise Unsupported(
+            raise _unsupported(
                 "appending needs the model's tokenizer, and the engine does not report which model it "
                 "loaded: set `tokenizer` to the model's folder or hub name",
-                param="append_messages",
-                code="no_tokenizer",
+                "no_tokenizer",
             )
         if source not in self._loading:
             loop = asyncio.get_running_loop()
@@ -109,11 +101,8 @@ class Tokenizers:
             # the boundary of loading: a model's files or the hub may raise anything. The request gets the
             # reason, and the next one loads again
             self._loading.pop(source, None)
-            raise Unsupported(
-                f"appending needs the model's tokenizer: {error}; set `tokenizer` to a folder with it",
-                param="append_messages",
-                code="no_tokenizer",
-            ) from error
+            problem = f"appending needs the model's tokenizer: {error}; set `tokenizer` to a folder with it"
+            raise _unsupported(problem, "no_tokenizer") from error
         self.forget(engine)  # it may have been restarted, and render otherwise
         tokenizer = await self._find_alike(candidates, engine)
         # on a thread, because an engine may be the one that renders; requests read them on the event loop
@@ -143,8 +132,7 @@ class Tokenizers:
                 ids = await rendered(engine, TOKENIZE, CONVERSATIONS)
             except Unsupported:
                 ids = []
-            pairs = [*zip(CONVERSATIONS, ids, strict=False), *zip(CONSUMED, prompts, strict=True)]
-            shown = [(conversation, each) for conversation, each in pairs if each is not None]
+            shown = [*_shown(CONVERSATIONS, ids), *_shown(CONSUMED, prompts)]
             compared = bool(shown)
             for candidate in with_template if shown else ():
                 if await asyncio.to_thread(_agrees, candidate, shown):
@@ -153,11 +141,10 @@ class Tokenizers:
         if route is None and compared:
             raise _mismatch(with_template[0], engine)
         if route is None:
-            raise Unsupported(
+            raise _unsupported(
                 f"the engine {engine.name} renders no conversation to compare the tokenizer with: "
                 "its /tokenize route and chat template must accept a conversation",
-                param="append_messages",
-                code="tokenizer_unchecked",
+                "tokenizer_unchecked",
             )
         try:
             return await self._rendered_by(candidates[0], engine, route)
@@ -175,12 +162,7 @@ class Tokenizers:
             Unsupported: the tokenizer does not give the ids of the engine's renderings.
             ApiError: the engine does not respond.
         """
-        ids = await rendered(engine, route, CONVERSATIONS)
-        shown = [
-            (conversation, each)
-            for conversation, each in zip(CONVERSATIONS, ids, strict=True)
-            if each is not None
-        ]
+        shown = _shown(CONVERSATIONS, await rendered(engine, route, CONVERSATIONS))
         texts = [without_dates(tokenizer.decode(each)) for _, each in shown]
         identity = digest(tokenizer.fingerprint, texts)
         if identity not in self._by_engines:
@@ -232,13 +214,23 @@ class Tokenizers:
         )
 
 
+def _unsupported(problem: str, code: str) -> Unsupported:
+    return Unsupported(problem, param="append_messages", code=code)
+
+
 def _mismatch(tokenizer: ChatTokenizer, engine: Engine) -> Unsupported:
-    return Unsupported(
+    return _unsupported(
         f"the tokenizer in {tokenizer.source!r} gives other ids for the prompts of the engine {engine.name}: "
         "set `tokenizer` and `chat_template` to what the engine uses",
-        param="append_messages",
-        code="tokenizer_mismatch",
+        "tokenizer_mismatch",
     )
+
+
+def _shown(
+    conversations: Sequence[Conversation], ids: Sequence[list[int] | None]
+) -> list[tuple[Conversation, list[int]]]:
+    """The conversations that an engine renders, with their ids."""
+    return [(each, found) for each, found in zip(conversations, ids, strict=False) if found is not None]
 
 
 def _agrees(tokenizer: ChatTokenizer, renderings: Sequence[tuple[Conversation, list[int]]]) -> bool:

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from tokenproxy.base.errors import BadRequest, EngineUnavailable
 from tokenproxy.base.http import JSON_HEADERS, Request, Response, query_value
+from tokenproxy.base.tasks import end_tasks
 from tokenproxy.fleet.admin_calls import AdminCall, Effect, Outcome, fan_out, join_answers
 from tokenproxy.fleet.admin_requests import adapter_to_unload, make_requests, named_version
 from tokenproxy.fleet.fleet import Fleet
@@ -70,10 +71,7 @@ class WeightCalls:
 
     async def stop(self) -> None:
         """Cancel the calls that run."""
-        for task in self._running:
-            task.cancel()
-        if self._running:
-            await asyncio.wait(self._running)
+        await end_tasks(*self._running)
 
     def _ended(self, task: "asyncio.Task[Response]") -> None:
         self._running.discard(task)

@@ -15,6 +15,7 @@ from weakref import WeakSet
 from msgspec.structs import replace
 
 from tokenproxy.base.http import Request
+from tokenproxy.base.tasks import end_tasks, repeat
 from tokenproxy.fleet.admin_calls import ask
 from tokenproxy.fleet.queue import Suspension
 from tokenproxy.fleet.replica import Replica
@@ -75,11 +76,6 @@ class Weights:
         self._task: asyncio.Task[None] | None = None
 
     # --- what requests need
-
-    def serves(self, replica: Replica) -> bool:
-        """Whether requests may be sent to a replica, as far as its weights go."""
-        state = self.state
-        return replica.name not in state.failures and state.version in (None, replica.weight_version)
 
     def problem(self, replica: Replica) -> str:
         """Why a replica gets no requests; empty if its weights are those of the fleet."""
@@ -159,15 +155,11 @@ class Weights:
     def start(self) -> None:
         """Start watching. Call it inside a running event loop."""
         self._moved_at = self._clock()
-        self._task = asyncio.create_task(self._watch())
+        self._task = asyncio.create_task(repeat(self._watch, "checking the weights of the fleet failed"))
 
     async def stop(self) -> None:
         """Stop watching."""
-        tasks = [task for task in (self._task, *self._learning) if task is not None]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await end_tasks(self._task, *self._learning)
 
     async def greet(self, replica: Replica) -> None:
         """Ask a replica for its version, before it gets requests: it may have been restarted."""
@@ -270,15 +262,8 @@ class Weights:
                 self.ahead = state is not self.state
 
     async def _watch(self) -> None:
-        while True:
-            often = self.state.paused and self.shared
-            await asyncio.sleep(_PAUSED_TICK_S if often else _TICK_S)
-            try:
-                await self._tick()
-            except Exception:  # the boundary of the task: an engine's answer must not end the watch
-                log.exception("checking the weights of the fleet failed")
-
-    async def _tick(self) -> None:
+        often = self.state.paused and self.shared
+        await asyncio.sleep(_PAUSED_TICK_S if often else _TICK_S)
         if self.ahead and not self.calls:
             await self._write(self.state)
         idle = not (self._tags or self.suspension.active or self._fleet.queue.waiting)
@@ -341,9 +326,7 @@ class Weights:
                 return
         if replica.weight_version is not None:
             log.info("the weights of %s are version %s", replica.name, version)
-            for tag in self._tags_of(replica):
-                paused = bool(self.state.paused)
-                tag.changing() if version is None else tag.named(version, paused=paused)
+            self.changing(replica) if version is None else self.named(replica, version)
         replica.weight_version = version
 
     async def _is_paused(self, replica: Replica) -> bool | None:

@@ -177,7 +177,7 @@ def _take_thinking_policy(fields: Fields) -> ThinkingPolicy | None:
     policy = read(fields, "thinking_policy", str)
     del fields["thinking_policy"]
     if policy is not None and policy not in set(ThinkingPolicy):
-        raise BadRequest("`thinking_policy` must be `keep` or `template`", param="thinking_policy")
+        raise BadRequest.of("thinking_policy", "must be `keep` or `template`")
     return ThinkingPolicy(policy) if policy is not None else None
 
 

@@ -86,7 +86,7 @@ class TokensFormat(Format):
         append = take_append(fields, given_ids)
         messages = raw_value(fields, "messages")
         if given_ids is None and messages is None:
-            raise BadRequest("`prompt_ids` or `messages` is required", param="prompt_ids")
+            raise BadRequest.of("prompt_ids", "or `messages` is required")
         images = take_images(fields)
         if images and given_ids is None:
             raise BadRequest("`images` are those of `prompt_ids`, which are missing", param="prompt_ids")
@@ -128,14 +128,14 @@ def _refuse_next_to_ids(fields: Fields, prompt: GivenIds) -> None:
             param="kv_transfer_params.prompt_token_ids",
         )
     if read(fields, "echo", bool):
-        raise BadRequest(f"`echo` cannot be combined with `{prompt.field}`", param="echo")
+        raise BadRequest.of("echo", f"cannot be combined with `{prompt.field}`")
 
 
 def _refuse_images(fields: Fields, prefix: RequiredPrefix) -> None:
     """Refuse images next to a required prefix: the rendering counts each as one id, the prefix as many."""
     if media_fields(messages=raw_value(fields, "messages")):
-        raise BadRequest(
-            f"`messages` with images cannot be combined with `{prefix.field}`: send `prompt_ids` and "
+        raise BadRequest.of(
+            "messages",
+            f"with images cannot be combined with `{prefix.field}`: send `prompt_ids` and "
             "`append_messages` to /v1/chat/completions/tokens",
-            param="messages",
         )

@@ -106,19 +106,14 @@ def take_append(fields: Fields, prompt: GivenIds | None) -> bytes | None:
         fields.pop("append_messages", None)
         return None
     if not read(fields, "append_messages", list[_Content]):
-        raise BadRequest(
-            "`append_messages` must not be empty: send at least one message", param="append_messages"
-        )
+        raise BadRequest.of("append_messages", "must not be empty: send at least one message")
     fields.pop("append_messages")
     if prompt is None:
         raise needs_ids()
     if raw_value(fields, "chat_template") is not None:
         raise BadRequest("`append_messages` uses the server's chat template", param="chat_template")
     if read(fields, "continue_final_message", bool):
-        raise BadRequest(
-            "`continue_final_message` cannot be combined with `append_messages`",
-            param="continue_final_message",
-        )
+        raise BadRequest.of("continue_final_message", "cannot be combined with `append_messages`")
     # read here for their errors: on the chat route the engine refuses what cannot be read
     read(fields, "tools", list[dict[str, Any]])
     template_kwargs(fields)

@@ -85,7 +85,7 @@ class GenerateFormat(Format):
         sampling = read(fields, "sampling_params", Fields) or {}
         ids = raw_value(fields, _FIELD)
         if ids is None:
-            raise BadRequest(f"`{_FIELD}` is required", param=_FIELD)
+            raise BadRequest.of(_FIELD, "is required")
         prompt = checked_ids(_FIELD, ids)
         content = raw_value(fields, "content_parts") not in (None, b"[]")
         return _prompt_request(
@@ -133,7 +133,7 @@ def _read_prompts(fields: Fields) -> tuple[GivenIds | None, ...]:
     if raw is None and raw_value(fields, "prompt_embeds") is not None:
         return (None,)
     if raw is None:
-        raise BadRequest("`prompt` is required", param="prompt")
+        raise BadRequest.of("prompt", "is required")
     if raw[:1] == b'"':
         return (None,)
     kind = _KIND_OF_LIST.match(raw)
@@ -142,7 +142,7 @@ def _read_prompts(fields: Fields) -> tuple[GivenIds | None, ...]:
     # a text may hold the marks that separate prompts, but not a hundred thousand of them
     separators = raw.count(b"[") - 1 if kind[1] == b"[" else raw.count(b'",') / _MARKS_PER_PROMPT
     if separators > MOST_PROMPTS or len(prompts := _split(raw)) > MOST_PROMPTS:
-        raise BadRequest(f"`prompt` may hold {MOST_PROMPTS} prompts: send the others later", param="prompt")
+        raise BadRequest.of("prompt", f"may hold {MOST_PROMPTS} prompts: send the others later")
     if kind[1] == b"[":
         return tuple(checked_ids("prompt", bytes(each), i) for i, each in enumerate(prompts))
     for position, each in enumerate(prompts):

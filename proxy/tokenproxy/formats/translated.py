@@ -7,11 +7,12 @@ from typing import Any
 
 from tokenproxy.base.errors import ApiError
 from tokenproxy.base.fields import is_null
-from tokenproxy.base.http import EVENT_HEADERS, BytesResponse, KeptAlive, Response, is_event_stream
+from tokenproxy.base.http import EVENT_HEADERS, BytesResponse, Response, is_event_stream, read_and_close
 from tokenproxy.base.types import Headers
 from tokenproxy.engine.sse import split_events
 from tokenproxy.record.completion import Completion
 from tokenproxy.record.echo import Signer, TurnTokens
+from tokenproxy.record.vocabulary import BROKEN_OFF
 from tokenproxy.turn import parsing, wire
 from tokenproxy.turn.answer import StreamedAnswer
 from tokenproxy.turn.usual_chunk import Piece, UsualChunk
@@ -30,7 +31,7 @@ class Translation(StreamedAnswer):
     """The tenant whose request is answered."""
 
     def __init__(self) -> None:
-        self.begun = self._ended = False
+        self._begun = self._ended = False
         self.head = wire.Completion()
         """The completion, or the first chunk."""
         self.usage = wire.Usage()
@@ -40,6 +41,12 @@ class Translation(StreamedAnswer):
     def tokens(self) -> TurnTokens | None:
         """Makes the tokens of the turn; None for a turn that is not recorded."""
         return TurnTokens(self.signer, self.tenant, self.turn_id) if self.signer and self.turn_id else None
+
+    @property
+    def broken_off(self) -> str:
+        """Why the turn is not complete; empty if the engine ended it."""
+        ended = self.finish not in BROKEN_OFF
+        return "" if ended else f"the engine ended the turn before it was complete ({self.finish})"
 
     def thought(self, message: dict[str, Any]) -> str:
         """The reasoning in a message, or in a piece of one, that the client gets."""
@@ -66,7 +73,7 @@ class Translation(StreamedAnswer):
                 return self.error_event(status, problem.message, problem.name)
             choices = chunk.choices or ()
             self._read(chunk, choices)
-        events = b"" if self.begun else self.begin()
+        events = self.begin()
         for choice in choices:
             if not choice.index:
                 events += self.piece(choice)
@@ -81,24 +88,24 @@ class Translation(StreamedAnswer):
                 self.finish = choice.finish_reason
 
     def begin(self) -> bytes:
-        """The events with which a stream begins, although nothing may have been read yet."""
-        self.begun = True
+        """The events with which a stream begins, although nothing may have been read yet; once."""
+        if self._begun:
+            return b""
+        self._begun = True
         return self.start()
 
     def end(self) -> bytes:
         """See `StreamedAnswer.end`. Raises EngineBroken."""
         if self._ended:
             return b""
-        beginning = b"" if self.begun else self.begin()
-        events = beginning + self.finished()
+        events = self.begin() + self.finished()
         self._ended = True
         return events
 
     def error_event(self, status: int, message: str, code: str | None) -> bytes:
         """The last event of a stream for an error of the engine that came after the stream began."""
-        beginning = b"" if self.begun else self.begin()
         self._ended = True
-        return beginning + self.failed(status, message, code)
+        return self.begin() + self.failed(status, message, code)
 
     def in_stream(self, status: int, message: str, code: str | None) -> bool:
         """Whether an error is sent as a stream, although no stream began."""
@@ -133,10 +140,7 @@ async def translated_error(response: Response, translation: Translation) -> Resp
     """An error of the engine in the wire format of a translation; any other response as it is."""
     if response.status < 400:
         return response
-    try:
-        problem = wire.problem_of(await response.read())
-    finally:
-        await response.aclose()
+    problem = wire.problem_of(await read_and_close(response))
     told = (response.status, problem.message, problem.name)
     body = translation.error(*told)
     return _in_stream(translation, *told) or BytesResponse(response.status, response.headers, body)
@@ -175,7 +179,7 @@ async def serve_early(
         raise
 
 
-class TranslatedStream(KeptAlive):
+class TranslatedStream:
     """A stream in another wire format, kept alive while the engine is silent.
 
     If the engine has not responded when it begins, an error of the engine is its last event: status and
@@ -187,7 +191,12 @@ class TranslatedStream(KeptAlive):
     def __init__(
         self, turn: "asyncio.Task[Response]", headers: Headers, translation: Translation, silence_s: float
     ) -> None:
-        """`turn` ends with the response of `serve_turn`."""
+        """A stream of the events of a turn.
+
+        Args:
+            turn: ends with the response of `serve_turn`.
+            silence_s: after how many seconds of silence an event is sent; clients give up after some minutes.
+        """
         self.headers = list(headers)
         self.keep_alive = translation.keep_alive
         self.silence_s = silence_s

@@ -95,19 +95,18 @@ def parse_batch(fields: Fields, name: str) -> Batch:
     """
     prompts = read(fields, name, list[msgspec.Raw])
     if not prompts:
-        raise BadRequest(f"`{name}` is required: a list of at least one prompt", param=name)
+        raise BadRequest.of(name, "is required: a list of at least one prompt")
     if len(prompts) > MOST_PROMPTS:
-        raise BadRequest(f"`{name}` may hold {MOST_PROMPTS} prompts: send the others later", param=name)
+        raise BadRequest.of(name, f"may hold {MOST_PROMPTS} prompts: send the others later")
     images = read(fields, "images", list[list[str] | None]) or [None] * len(prompts)
     if len(images) != len(prompts):
-        raise BadRequest("`images` must have one entry for each prompt", param="images")
+        raise BadRequest.of("images", "must have one entry for each prompt")
     batch = []
     for index, (value, named) in enumerate(zip(prompts, images, strict=True)):
         prompt = Prompt(f"{name}[{index}]", bytes(value).strip(), None if named is None else tuple(named))
         if prompt.is_messages and named:
-            raise BadRequest(
-                f"`images[{index}]` are those of messages: send them as parts of type `image_url`",
-                param=f"images[{index}]",
+            raise BadRequest.of(
+                f"images[{index}]", "are those of messages: send them as parts of type `image_url`"
             )
         if not (prompt.is_text or prompt.is_messages):
             checked_ids(prompt.field, prompt.raw)
@@ -127,7 +126,7 @@ def _sampling(fields: Fields) -> Fields:
     for name in more:
         if name not in _MORE and name not in _DEFAULTS:
             param = f"generation_kwargs.{name}"
-            raise BadRequest(f"`{param}` is not a sampling parameter of this route", param=param)
+            raise BadRequest.of(param, "is not a sampling parameter of this route")
     taken = {name: fields.get(name, raw(default)) for name, default in _DEFAULTS.items()} | more
     for name in _DEFAULTS:
         read(taken, name, float)  # for its error
@@ -215,19 +214,16 @@ class TrlAnswer(Answer):
         return b""
 
 
-def batch_body(answers: Sequence[TrlAnswer]) -> bytes:
-    """The JSON of the response to a batch."""
+def batch_answer(answers: Sequence[TrlAnswer]) -> dict[str, Any]:
+    """The response to a batch."""
     logprobs = any(answer.reads_tokens for answer in answers)
-    return msgspec.json.encode(
-        {
-            "prompt_ids": [answer.prompt for answer in answers],
-            "completion_ids": [each for answer in answers for each in answer.completions],
-            "logprobs": [each for answer in answers for each in answer.logprobs] if logprobs else None,
-            "logprob_token_ids": [each for answer in answers for each in answer.logprob_ids]
-            if logprobs
-            else None,
-        }
-    )
+    ranked = [each for answer in answers for each in answer.logprob_ids]
+    return {
+        "prompt_ids": [answer.prompt for answer in answers],
+        "completion_ids": [each for answer in answers for each in answer.completions],
+        "logprobs": [each for answer in answers for each in answer.logprobs] if logprobs else None,
+        "logprob_token_ids": ranked if logprobs else None,
+    }
 
 
 def _ranked(tokens: Iterable[wire.Candidate]) -> list[tuple[int, float | None]]:

@@ -4,16 +4,20 @@ Every setting has a name that is the same everywhere: `body_limit_bytes` in the 
 `TOKENPROXY_BODY_LIMIT_BYTES` in the environment, `--body-limit-bytes` on the command line.
 """
 
+import argparse
 import os
 import re
+import types
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
 
 from tokenproxy.base.errors import UsageError, no_such
-from tokenproxy.settings.groups import EngineSettings, PromptSettings, RecordingSettings, ServerSettings
+from tokenproxy.settings.groups import EngineSettings, Flag, PromptSettings, RecordingSettings, ServerSettings
 
 ENV_PREFIX = "TOKENPROXY_"
 _NO_SETTINGS = re.compile("CONFIG|SESSION|URL|(.+_)?(SERVICE_(HOST|PORT.*)|PORT(_.+)?)")
@@ -89,3 +93,61 @@ def _read(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise SettingsError(f"{file} must hold settings as `name: value`")
     return content
+
+
+# --- flags
+
+
+def flag_name(name: str, field: FieldInfo) -> str:
+    """The flag of a setting: `--body-limit-bytes` of `body_limit_bytes`."""
+    return "--" + (_flag(field).name or name).replace("_", "-")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each setting, under the titles of their groups.
+
+    Values stay text, which the settings convert, so that a wrong value gets the same error message from every
+    source.
+    """
+    for title, model in GROUPS.items():
+        group = parser.add_argument_group(title)
+        for name, field in model.model_fields.items():
+            group.add_argument(flag_name(name, field), dest=name, **_options(field))
+
+
+def _options(field: FieldInfo) -> dict[str, Any]:
+    """The arguments of `add_argument` for a setting."""
+    flag, kind = _flag(field), _without_none(field.annotation)
+    text = (field.description or "").replace("%", "%%")
+    default = flag.default or _shown(field)
+    options: dict[str, Any] = {"default": None, "help": f"{text} (default: {default})" if default else text}
+    if kind is bool:
+        return {**options, "action": "store_true"}  # no switch is on by default
+    if get_origin(kind) is list:
+        options.update(action="append", help=f"{text}; repeatable")
+        kind = get_args(kind)[0]
+    if get_origin(kind) is Literal:
+        return {**options, "choices": get_args(kind)}
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return {**options, "choices": [member.value for member in kind]}
+    return {**options, "metavar": flag.metavar or ("N" if kind is int else "S" if kind is float else "VALUE")}
+
+
+def _flag(field: FieldInfo) -> Flag:
+    return next((part for part in field.metadata if isinstance(part, Flag)), Flag())
+
+
+def _without_none(annotation: Any) -> Any:
+    """`int` of `int | None`; any other type as it is."""
+    if get_origin(annotation) not in (Union, types.UnionType):
+        return annotation
+    kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
+    return kinds[0] if len(kinds) == 1 else annotation
+
+
+def _shown(field: FieldInfo) -> str:
+    """A default as the help shows it; empty if there is nothing to show."""
+    value = field.default
+    if field.default_factory is not None or value in (None, False, []):
+        return ""
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -2,6 +2,7 @@
 
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self, get_origin
 
@@ -9,10 +10,20 @@ from pydantic import BaseModel, Field, SecretStr, ValidationInfo, field_validato
 
 from tokenproxy.base.request import ResumePolicy, ThinkingPolicy
 from tokenproxy.base.urls import PORT, normalise_upstream, read_upstreams
-from tokenproxy.settings.flags import Flag
 
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9._-]+|[0-9A-Fa-f:]+")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """How the help of the command shows a setting, if its name and type do not determine that."""
+
+    metavar: str | None = None
+    name: str | None = None
+    """The flag without its dashes, if it differs from the name of the setting."""
+    default: str | None = None
+    """The default in words, if it is long or computed."""
 
 
 def state_folder() -> Path:
@@ -71,9 +82,6 @@ class EngineSettings(_Group):
         default=[],
         description="requests that name a model NAME, which no engine serves, are for MODEL; `*` in NAME "
         "stands for any characters",
-    )
-    idle_timeout_s: float = Field(
-        default=600.0, ge=0, description="seconds that a stream of an engine may pause; 0 for no limit"
     )
     weight_update_timeout_s: float = Field(
         default=600.0,
@@ -142,10 +150,6 @@ class ServerSettings(_Group):
     )
     metrics_need_key: bool = Field(
         default=False, description="require a key with the scope `read` for /metrics too"
-    )
-    allow_anonymous: bool = Field(
-        default=False,
-        description="lend `upstream_api_key` to clients without a key on any `host`, not on loopback only",
     )
     allowed_hosts: Annotated[list[str], Flag("HOST")] = Field(
         default=[], description="names under which clients reach the proxy; others in Host headers get a 400"

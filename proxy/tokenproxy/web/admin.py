@@ -1,12 +1,13 @@
 """The admin routes: which engines the proxy uses, and those of the engines, sent to all replicas."""
 
+from collections.abc import Awaitable, Callable
 from typing import ClassVar
 
 from tokenproxy.base.errors import BadRequest, NotFound
 from tokenproxy.base.fields import parse, read
 from tokenproxy.base.http import Request, Response, header, json_response, query_value
 from tokenproxy.base.urls import normalise_base_url, without_credentials
-from tokenproxy.fleet.admin_calls import ADMIN_CALLS, AdminCall
+from tokenproxy.fleet.admin_calls import AdminCall
 from tokenproxy.fleet.membership import Membership
 from tokenproxy.turn.services import Services
 from tokenproxy.web.base import Route
@@ -41,18 +42,15 @@ class Replicas(AdminRoute):
             posted = request.method == "POST"
             url = read(parse(request.body), "url", str) if posted else query_value(request, "url", "")
             if posted and not url:
-                raise BadRequest('`url` is required: {"url": "http://10.0.0.11:8000"}', param="url")
+                raise BadRequest.of("url", 'is required: {"url": "http://10.0.0.11:8000"}')
             with refused_as("url"):
-                if not await self.change(membership, url or "", request.method):
+                if not await self.change(membership, request.method)(url or ""):
                     raise NotFound(f"no replica at {url}: GET /admin/replicas lists them", param="url")
         return json_response({"replicas": services.fleet.report(), "changes": membership.changes})
 
-    async def change(self, membership: Membership, url: str, method: str) -> bool:
-        """Add or remove a replica; False if it is not in the fleet. Raises ValueError for a wrong URL."""
-        if method == "DELETE":
-            return await membership.remove(url)
-        await membership.add(url)
-        return True
+    def change(self, membership: Membership, method: str) -> Callable[[str], Awaitable[bool]]:
+        """What changes a replica by its URL; False if there is none. Raises ValueError for a wrong URL."""
+        return membership.remove if method == "DELETE" else membership.add
 
 
 class Drain(Replicas):
@@ -66,9 +64,9 @@ class Drain(Replicas):
         """`{"url"}`; `requests` in the answer tells how many still run. Adding it again ends the draining."""
         return await super().answer(request, services)
 
-    async def change(self, membership: Membership, url: str, method: str) -> bool:
+    def change(self, membership: Membership, method: str) -> Callable[[str], Awaitable[bool]]:
         """See `Replicas.change`."""
-        return await membership.drain(url)
+        return membership.drain
 
 
 class Flush(AdminRoute):
@@ -97,11 +95,6 @@ class EngineAdmin(AdminRoute):
     async def answer(self, request: Request, services: Services, /) -> Response:
         """The engine's contract. The call reaches all replicas at once, or the one that `X-Replica` names."""
         return await services.admin_calls.run(self._call, request, named_replica(request))
-
-
-def engine_admin_routes() -> list[EngineAdmin]:
-    """One route for each row of the table."""
-    return [EngineAdmin(call) for call in ADMIN_CALLS]
 
 
 def named_replica(request: Request) -> str:

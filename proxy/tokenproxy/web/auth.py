@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from tokenproxy.base.errors import Forbidden, Unauthorized
 from tokenproxy.base.types import ASGIApp, Headers, Receive, Scope, Send
-from tokenproxy.web.credentials import SCOPE_KEY, tenant_of_key
+from tokenproxy.web.credentials import SCOPE_KEY, key_in, tenant_of_key
 from tokenproxy.web.gate import OPEN_PATHS, host_name, is_loopback, path_of
 from tokenproxy.web.keys import EVERY_SCOPE, SCOPES_KEY, WITHOUT_ADMIN, ApiKey, KeyFile, KeyScope
 
@@ -71,23 +71,13 @@ class ApiKeys:
         found: ApiKey | None = None
         kept: Headers = []
         for pair in headers:
-            key = self._key(*pair)
+            sent = key_in(*pair)
+            key = self._find(sent) if sent else None
             if key is None:
                 kept.append(pair)
             elif found is None:
                 found = key
         return found, kept
-
-    def _key(self, name: bytes, value: bytes) -> ApiKey | None:
-        if name == b"authorization":
-            scheme, _, key = value.strip().partition(b" ")
-            if scheme.lower() != b"bearer":
-                return None
-        elif name == b"x-api-key":
-            key = value
-        else:
-            return None
-        return self._find(key.strip())
 
     def _find(self, key: bytes) -> ApiKey | None:
         sent, found = tenant_of_key(key), None

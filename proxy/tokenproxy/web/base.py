@@ -10,7 +10,7 @@ from tokenproxy.record.store import Session, session_id
 from tokenproxy.turn.services import Services
 from tokenproxy.viewer.recording import RecordedSession
 from tokenproxy.web.keys import KeyScope
-from tokenproxy.web.parameters import check_parameters, session_in_path, unknown_session
+from tokenproxy.web.parameters import Query, session_in_path, unknown_session
 
 T = TypeVar("T")
 
@@ -73,10 +73,12 @@ class StoreRoute(Route):
     # a longer limit, because a session may be large, and these routes cannot respond without the store
     store_seconds = 10.0
     body_limit_bytes = 2**20
+    reading_scope: ClassVar[KeyScope] = KeyScope.READ
+    """The scope that an API key needs to read."""
 
     def needed_scope(self, method: str, path: str) -> KeyScope | None:
         """See `Route.needed_scope`: who may sample may also make, reward and delete the sessions of it."""
-        return KeyScope.READ if method in ("GET", "HEAD") else KeyScope.INFERENCE
+        return self.reading_scope if method in ("GET", "HEAD") else self.key_scope
 
 
 class SessionRoute(StoreRoute):
@@ -88,20 +90,20 @@ class SessionRoute(StoreRoute):
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """See `show`."""
-        check_parameters(request, self.parameters, several=("class",))
+        query = Query(request, self.parameters, several=("class",))
         store, name = services.store, session_in_path(request)
         session = await store.session(session_id(request.tenant, name))
         if session is None:
             raise unknown_session(name)
-        turns = await store.turns(session.id) if self.needs_turns(request, session) else []
-        return await self.show(request, services, RecordedSession(session, turns, session.rewards))
+        turns = await store.turns(session.id) if self.needs_turns(query, session) else []
+        return await self.show(query, services, RecordedSession(session, turns, session.rewards))
 
-    def needs_turns(self, request: Request, session: Session) -> bool:
+    def needs_turns(self, query: Query, session: Session) -> bool:
         """Whether the response depends on the turns."""
         return True
 
     @abstractmethod
-    async def show(self, request: Request, services: Services, found: RecordedSession) -> Response:
+    async def show(self, query: Query, services: Services, found: RecordedSession) -> Response:
         """The response for a session."""
 
     @property

@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable
 from hashlib import blake2b
 
 from tokenproxy.base.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, Unauthorized
-from tokenproxy.base.http import Request, Response
+from tokenproxy.base.http import Request, Response, read_and_close
+from tokenproxy.base.tasks import end_tasks
 from tokenproxy.base.types import Headers, Scope
 from tokenproxy.record.store import Store
 
@@ -39,6 +40,16 @@ TenantOf = Callable[[Scope], Awaitable[str]]
 def tenant_of_key(key: bytes) -> str:
     """The tenant of a key: 32 hex digits."""
     return blake2b(key, digest_size=16).hexdigest()
+
+
+def key_in(name: bytes, value: bytes) -> bytes:
+    """The API key in a header; empty if it holds none."""
+    if name == b"x-api-key":
+        return value.strip()
+    if name != b"authorization":
+        return b""
+    scheme, _, key = value.strip().partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else b""
 
 
 async def tenant_in_scope(scope: Scope) -> str:
@@ -94,21 +105,19 @@ class EngineCredentials:
             )
         if self._lend is not None:
             await self._lend(credential)
-        return tenant_of_key(_key(credential[1]))
+        return _tenant_of(credential)
 
     async def aclose(self) -> None:
         """Cancel the running verifications."""
-        tasks = [task for task, _ in self._verdicts.values() if not task.done()]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await end_tasks(*(task for task, _ in self._verdicts.values()))
 
     async def _accepts(self, credential: tuple[bytes, bytes] | None) -> bool:
         digest = b"" if credential is None else blake2b(b":".join(credential), digest_size=16).digest()
         task, began = self._verdicts.pop(digest, (None, 0.0))
-        if task is None or (task.done() and not self._counts(task, began, credential)):
-            task, began = asyncio.create_task(self._ask(credential, _last_word(task))), self._clock()
+        last = _last_word(task)
+        counts_s = OPEN_S if credential is None else ACCEPTED_S if last else REFUSED_S
+        if task is None or (task.done() and (last is None or self._clock() >= began + counts_s)):
+            task, began = asyncio.create_task(self._ask(credential, last)), self._clock()
             # read, so that asyncio does not warn if all waiting clients have left
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._verdicts[digest] = task, began
@@ -116,13 +125,6 @@ class EngineCredentials:
             self._verdicts.popitem(last=False)
         # a client that leaves must not cancel the verification for others that wait for it
         return task.result() if task.done() else await asyncio.shield(task)
-
-    def _counts(self, task: asyncio.Task[bool], began: float, credential: tuple[bytes, bytes] | None) -> bool:
-        """Whether a verification that ended is still the verdict."""
-        if task.cancelled() or task.exception() is not None:
-            return False
-        seconds = OPEN_S if credential is None else ACCEPTED_S if task.result() else REFUSED_S
-        return self._clock() < began + seconds
 
     async def _ask(self, credential: tuple[bytes, bytes] | None, last: bool | None) -> bool:
         """Whether the engine accepts a credential.
@@ -142,29 +144,23 @@ class EngineCredentials:
             return last
 
     async def _verdict(self, credential: tuple[bytes, bytes] | None, timeout_s: float) -> bool:
-        status = await self._status(credential, timeout_s)
+        question = Request("GET", _MODELS_PATH, [credential] if credential else [], repeatable=True)
+        try:
+            async with asyncio.timeout(timeout_s):
+                response = await self._send(question)
+                await read_and_close(response)
+        except TimeoutError as error:
+            raise EngineTimeout(
+                f"the engine did not answer GET {_MODELS_PATH} within {timeout_s:.0f} s: no credential can "
+                "be verified"
+            ) from error
+        status = response.status
         if 200 <= status < 300:
             return True
         if status in (401, 403):
             return False
         problem = f"the engine answers {status} to GET {_MODELS_PATH}: no credential can be verified"
         raise EngineUnavailable(problem) if status in (429, 503) else EngineBroken(problem)
-
-    async def _status(self, credential: tuple[bytes, bytes] | None, timeout_s: float) -> int:
-        question = Request("GET", _MODELS_PATH, [credential] if credential else [], repeatable=True)
-        try:
-            async with asyncio.timeout(timeout_s):
-                response = await self._send(question)
-                try:
-                    await response.read()
-                finally:
-                    await response.aclose()
-        except TimeoutError as error:
-            raise EngineTimeout(
-                f"the engine did not answer GET {_MODELS_PATH} within {timeout_s:.0f} s: no credential can "
-                "be verified"
-            ) from error
-        return response.status
 
 
 def _last_word(task: "asyncio.Task[bool] | None") -> bool | None:
@@ -190,7 +186,7 @@ async def recorded_tenant(headers: Headers, store: Store, *, trusted: bool) -> s
     """
     credential = _credential(headers)
     if credential is not None:
-        tenant = tenant_of_key(_key(credential[1]))
+        tenant = _tenant_of(credential)
         if await store.sessions(limit=1, tenant=tenant):
             return tenant
     return SINGLE_TENANT if trusted else None
@@ -199,7 +195,7 @@ async def recorded_tenant(headers: Headers, store: Store, *, trusted: bool) -> s
 def unverified_tenant(headers: Headers) -> str:
     """The tenant of the credential in a request before anything verified it: for fair queueing alone."""
     credential = _credential(headers)
-    return tenant_of_key(_key(credential[1])) if credential is not None else SINGLE_TENANT
+    return _tenant_of(credential) if credential is not None else SINGLE_TENANT
 
 
 def _credential(headers: Headers) -> tuple[bytes, bytes] | None:
@@ -210,7 +206,7 @@ def _credential(headers: Headers) -> tuple[bytes, bytes] | None:
     return None
 
 
-def _key(value: bytes) -> bytes:
-    """The key in a header of any scheme: `secret` of `Bearer secret`."""
-    scheme, _, key = value.strip().partition(b" ")
-    return key.strip() or scheme
+def _tenant_of(credential: tuple[bytes, bytes]) -> str:
+    """The tenant of the key in a header of any scheme: `secret` of `Bearer secret`."""
+    scheme, _, key = credential[1].strip().partition(b" ")
+    return tenant_of_key(key.strip() or scheme)

@@ -5,13 +5,14 @@ which closes the engine's response, so that vLLM aborts.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from urllib.parse import unquote
 
-from tokenproxy.base.error_formats import send_error
+from tokenproxy.base.error_formats import error_event, send_error
 from tokenproxy.base.errors import (
     ApiError,
     BodyTimeout,
@@ -20,20 +21,24 @@ from tokenproxy.base.errors import (
     EngineTimeout,
     EngineUnavailable,
     Forbidden,
+    Stopping,
 )
-from tokenproxy.base.http import Request, is_event_stream
-from tokenproxy.base.types import Receive, Scope, Send
+from tokenproxy.base.http import BytesResponse, Request, Response, is_event_stream
+from tokenproxy.base.types import Message, Receive, Scope, Send
+from tokenproxy.engine.sse import whole_events
+from tokenproxy.formats.translated import TranslatedStream
 from tokenproxy.monitoring.exchange import Exchange
 from tokenproxy.monitoring.middleware import EXCHANGE_KEY
 from tokenproxy.record.store import StoreError
 from tokenproxy.record.store_time import store_time, within
-from tokenproxy.turn.services import Services
+from tokenproxy.turn.services import RunningRequests, Services
 from tokenproxy.web.auth import check_page
 from tokenproxy.web.base import Route, StoreRoute
 from tokenproxy.web.credentials import SCOPE_KEY, TenantOf, recorded_tenant, tenant_in_scope
 from tokenproxy.web.gate import check_path, is_loopback, raw_path
 from tokenproxy.web.keys import SCOPES_KEY, KeyScope
-from tokenproxy.web.sending import send_body, send_events
+
+log = logging.getLogger("tokenproxy")
 
 BODY_TIMEOUT_S = 30.0
 """How long a request's body may take that arrives slower than `BODY_BYTES_PER_S`."""
@@ -199,7 +204,8 @@ async def read_body(
         try:
             message = await within(max(0.0, left_s), receive())
         except TimeoutError as error:
-            raise _too_slow(timeout_s) from error
+            problem = f"the request body did not arrive within {timeout_s:g} s"
+            raise BodyTimeout(problem, param="body") from error
         if message["type"] == "http.disconnect":
             raise ClientGone
         part = message.get("body", b"")
@@ -209,10 +215,6 @@ async def read_body(
         parts.append(part)
         if not message.get("more_body", False):
             return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def _too_slow(timeout_s: float) -> BodyTimeout:
-    return BodyTimeout(f"the request body did not arrive within {timeout_s:g} s", param="body")
 
 
 def _too_large(limit: int) -> BodyTooLarge:
@@ -261,3 +263,104 @@ class _ClientWatch:
         self._gone = True
         self._exchange.leave()
         self._task.cancel()
+
+
+# --- the response
+
+
+async def send_events(response: Response, path: str, send: Send, running: RunningRequests) -> None:
+    """Send a stream of events; a stream that breaks or is cut off ends with an error event."""
+    started = False
+    alive: _KeepingAlive | None = None
+    try:
+        with running.cuttable():
+            await send(_head(response))
+            started = True
+            if isinstance(response, TranslatedStream):
+                alive = _KeepingAlive(send, response)
+                send = alive.send
+            async for chunk in whole_events(response.chunks()):
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    except ApiError as error:
+        if not started:
+            await send_error(send, error, path)
+            return
+        log.warning("a stream of %s ends with an error: %s", path, error.message)
+        await send({"type": "http.response.body", "body": error_event(path, error), "more_body": True})
+    finally:
+        if alive is not None:
+            alive.close()
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def send_body(response: Response, path: str, send: Send, running: RunningRequests) -> None:
+    """Send a body that is not an event stream.
+
+    The head is sent with the first bytes: if the engine breaks before them, the client gets an error object.
+    """
+    if isinstance(response, BytesResponse):
+        await send(_head(response))
+        await send({"type": "http.response.body", "body": response.body})
+        return
+    started = False
+    try:
+        with running.cuttable():
+            async for chunk in response.chunks():
+                if not started:
+                    await send(_head(response))
+                    started = True
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    except (EngineBroken, Stopping) as error:
+        # after the head the server cuts the connection: a short body must not look complete
+        if not started:
+            await send_error(send, error, path)
+        elif not isinstance(error, Stopping):
+            raise
+        return
+    if not started:
+        await send(_head(response))
+    await send({"type": "http.response.body", "body": b""})
+
+
+def _head(response: Response) -> Message:
+    return {"type": "http.response.start", "status": response.status, "headers": response.headers}
+
+
+class _KeepingAlive:
+    """Sends an event whenever a stream was silent for a while. A silent stream costs one timer, no task."""
+
+    def __init__(self, send: Send, stream: TranslatedStream) -> None:
+        self._send = send
+        self._message = {"type": "http.response.body", "body": stream.keep_alive, "more_body": True}
+        self._silence_s = stream.silence_s
+        self._sent = time.monotonic()
+        self._sending = False
+        self._task: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(self._silence_s, self._check)
+
+    async def send(self, message: Message) -> None:
+        """Send what the stream itself sends."""
+        self._sending = True
+        await self._send(message)
+        self._sending = False
+        self._sent = time.monotonic()
+
+    def close(self) -> None:
+        """Send nothing more."""
+        self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _check(self) -> None:
+        left = self._sent + self._silence_s - time.monotonic()
+        if left <= 0:
+            # a client that does not read gets nothing more
+            if not self._sending and (self._task is None or self._task.done()):
+                self._task = self._loop.create_task(self._keep_alive())
+            left = self._silence_s
+        self._timer = self._loop.call_later(left, self._check)
+
+    async def _keep_alive(self) -> None:
+        await self._send(self._message)
+        self._sent = time.monotonic()

@@ -8,14 +8,14 @@ Samples are made in threads of asyncio's own, not in those of the encoders, for 
 
 import asyncio
 import time
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 
 from tokenproxy.base.errors import BadRequest, NotFound
 from tokenproxy.base.fields import parse, read
-from tokenproxy.base.http import Request, Response, json_response, query_pairs, query_value, query_values
+from tokenproxy.base.http import Request, Response, json_response
 from tokenproxy.monitoring.exchange import waiting
 from tokenproxy.record import feed
 from tokenproxy.record.feed import Acknowledged, Consumer
@@ -29,23 +29,12 @@ from tokenproxy.samples.feed import (
     read_step,
 )
 from tokenproxy.samples.layouts import Layout
-from tokenproxy.samples.samples import Shared
 from tokenproxy.samples.turn_json import stored_json
 from tokenproxy.turn.services import Services
 from tokenproxy.web.auth import check_page
 from tokenproxy.web.base import StoreRoute
 from tokenproxy.web.keys import KeyScope
-from tokenproxy.web.parameters import (
-    check_name,
-    check_parameters,
-    number,
-    refused_as,
-    requested_classes,
-    requested_flag,
-    requested_layout,
-    requested_limit,
-    requested_shared,
-)
+from tokenproxy.web.parameters import Query, check_name, refused_as
 
 MOST_CONSUMERS = 64
 """Of one tenant: their names are in the metrics."""
@@ -64,20 +53,6 @@ _NOTED_S = 60.0
 """Seconds after which the store notes again that a consumer reads. Silent consumers are forgotten."""
 
 
-@dataclass(frozen=True, slots=True)
-class _FeedRequest:
-    """The parameters of a request for samples."""
-
-    consumer: str
-    """Empty if the reader has no name."""
-    after: int | None
-    limit: int
-    wait_s: float
-    selected: FeedFilter
-    layout: Layout
-    shared: Shared
-
-
 class FeedSamples(StoreRoute):
     """Returns the samples of finished rollouts, in the order of finishing."""
 
@@ -92,14 +67,31 @@ class FeedSamples(StoreRoute):
         "cursor"}], "cursor", "more"}`. Waits up to `wait` seconds until there is a rollout. Reads after
         `after`, else after what the consumer acknowledged, else from the beginning.
         """
-        requested = _read_parameters(request)
-        if requested.consumer and not request.tenant:  # the store remembers it
+        query = Query(request, _PARAMETERS, several=("metadata", "weight_version", "class"))
+        for empty in query.empty():
+            if empty not in _MAY_BE_EMPTY:  # a filter must not be ignored
+                raise BadRequest.of(empty, "must have a value")
+        store, tenant = services.store, request.tenant
+        consumer, after = query.text("consumer"), query.text("after")
+        limit, wait_s = query.limit(16, MOST_ROLLOUTS), query.number("wait", "0")
+        if not 0 <= wait_s <= LONGEST_WAIT_S:
+            raise BadRequest.of("wait", f"must be between 0 and {LONGEST_WAIT_S:g} seconds")
+        selected, layout, shared = _filter(query, tenant), query.layout(), query.shared()
+        name = check_name(consumer, "consumer") if consumer else ""
+        start = _position(after, "after") if after else None
+        if name and not tenant:  # the store remembers it
             origins = [origin.encode() for origin in services.settings.cors_origins]
             check_page(dict(request.headers), origins, links=False)
-        step = await _read_or_wait(requested, request.tenant, services)
-        data = await asyncio.to_thread(
-            lambda: [_shown(rollout, requested.layout) for rollout in step.rollouts]
-        )
+        deadline = time.monotonic() + wait_s
+        if name:
+            acknowledged = await _register(store, tenant, name)
+            start = acknowledged if start is None else start
+
+        def read(position: int) -> Awaitable[FeedStep]:
+            return read_step(store, position, limit, selected, shared, asyncio.to_thread)
+
+        step = await _read_or_wait(read, start or 0, deadline, tenant, services)
+        data = await asyncio.to_thread(lambda: [_shown(rollout, layout) for rollout in step.rollouts])
         return json_response(
             {"object": "list", "data": data, "cursor": str(step.position), "more": step.more}
         )
@@ -111,19 +103,16 @@ class FeedAcknowledge(StoreRoute):
     path = "/v1/samples/ack"
     methods = ("POST",)
     summary = "Acknowledge the samples of finished rollouts up to a cursor"
-
-    def needed_scope(self, method: str, path: str) -> KeyScope | None:
-        """See `Route.needed_scope`: who may read may note how far."""
-        return KeyScope.READ
+    key_scope = KeyScope.READ  # who may read may note how far
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """`{"consumer", "cursor"}`; returns both, with the cursor that is acknowledged now."""
         fields, store = parse(request.body), services.store
         consumer, cursor = read(fields, "consumer", str), read(fields, "cursor", str)
         if consumer is None:
-            raise BadRequest("`consumer` is required: the name with which it reads", param="consumer")
+            raise BadRequest.of("consumer", "is required: the name with which it reads")
         if cursor is None:
-            raise BadRequest("`cursor` is required: that of the last rollout you processed", param="cursor")
+            raise BadRequest.of("cursor", "is required: that of the last rollout you processed")
         name, position = check_name(consumer, "consumer"), _position(cursor, "cursor")
         await _acknowledged(store, request.tenant, name)
         acknowledged = await feed.acknowledge(store, request.tenant, name, position)
@@ -149,10 +138,7 @@ class OneFeedConsumer(StoreRoute):
     path = "/v1/samples/consumers/{consumer}"
     methods = ("DELETE",)
     summary = "Remove a consumer of finished rollouts"
-
-    def needed_scope(self, method: str, path: str) -> KeyScope | None:
-        """See `Route.needed_scope`."""
-        return KeyScope.READ
+    key_scope = KeyScope.READ
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """`{"consumer", "deleted"}`. If it reads again, it begins at the beginning."""
@@ -166,37 +152,12 @@ class OneFeedConsumer(StoreRoute):
         return json_response({"consumer": name, "deleted": True})
 
 
-def _read_parameters(request: Request) -> _FeedRequest:
-    """The parameters in the query. Raises BadRequest: one is unknown, or has a wrong value."""
-    _check_names(request)
-    consumer, after = query_value(request, "consumer", ""), query_value(request, "after", "")
-    limit = requested_limit(request, 16, MOST_ROLLOUTS)
-    wait_s = number("wait", query_value(request, "wait", "0"))
-    if not 0 <= wait_s <= LONGEST_WAIT_S:
-        raise BadRequest(f"`wait` must be between 0 and {LONGEST_WAIT_S:g} seconds", param="wait")
+def _filter(query: Query, tenant: str) -> FeedFilter:
+    """The rollouts and samples that a request selects. Raises BadRequest."""
     with refused_as("metadata", "`metadata` must be KEY=VALUE, as metadata=env%3Dmath"):
-        metadata = tuple(map(metadata_condition, query_values(request, "metadata")))
-    weights = frozenset(query_values(request, "weight_version"))
-    return _FeedRequest(
-        consumer=check_name(consumer, "consumer") if consumer else "",
-        after=_position(after, "after") if after else None,
-        limit=limit,
-        wait_s=wait_s,
-        selected=FeedFilter(
-            *(request.tenant, metadata, weights, requested_classes(request)),
-            requested_flag(request, "on_policy"),
-        ),
-        layout=requested_layout(request),
-        shared=requested_shared(request),
-    )
-
-
-def _check_names(request: Request) -> None:
-    """Raise BadRequest for a parameter that does not exist, or an empty one: a filter must not be ignored."""
-    check_parameters(request, _PARAMETERS, several=("metadata", "weight_version", "class"))
-    for name, value in query_pairs(request):
-        if not value and name not in _MAY_BE_EMPTY:
-            raise BadRequest(f"`{name}` must have a value", param=name)
+        metadata = tuple(map(metadata_condition, query.values("metadata")))
+    weights = frozenset(query.values("weight_version"))
+    return FeedFilter(tenant, metadata, weights, query.classes(), query.flag("on_policy"))
 
 
 def _position(cursor: str, param: str) -> int:
@@ -204,18 +165,17 @@ def _position(cursor: str, param: str) -> int:
         return cursor_position(cursor)
 
 
-async def _read_or_wait(requested: _FeedRequest, tenant: str, services: Services) -> FeedStep:
-    """The first step that finds a rollout; the last one before the time is over or the proxy stops."""
+async def _read_or_wait(
+    read: Callable[[int], Awaitable[FeedStep]], start: int, deadline: float, tenant: str, services: Services
+) -> FeedStep:
+    """The first step after a position that finds a rollout; the last one before the time is over or the
+    proxy stops."""
     store, watch = services.store, services.history.feed_watch
-    deadline = time.monotonic() + requested.wait_s
-    start = await _start(requested, tenant, store)
     end = (await store.feed(LAST_POSITION, limit=0)).end
     # a store that was lost may have given greater positions
     position = min(start, (await store.feed(LAST_POSITION, limit=0, tenant=tenant)).end)
     while True:
-        step = await read_step(
-            store, position, requested.limit, requested.selected, requested.shared, asyncio.to_thread
-        )
+        step = await read(position)
         if step.rollouts:
             return step
         position = step.position
@@ -231,15 +191,12 @@ async def _read_or_wait(requested: _FeedRequest, tenant: str, services: Services
         end = (await store.feed(LAST_POSITION, limit=0)).end
 
 
-async def _start(requested: _FeedRequest, tenant: str, store: Store) -> int:
-    """The position after which to read. A consumer is registered when it reads for the first time."""
-    position = 0
-    if requested.consumer:
-        acknowledged = await _acknowledged(store, tenant, requested.consumer)
-        if acknowledged is None or abs(time.time() - acknowledged.at) > _NOTED_S:
-            await feed.acknowledge(store, tenant, requested.consumer, 0)
-        position = acknowledged.position if acknowledged else 0
-    return position if requested.after is None else requested.after
+async def _register(store: Store, tenant: str, name: str) -> int:
+    """The position that a consumer acknowledged. It is registered when it reads for the first time."""
+    acknowledged = await _acknowledged(store, tenant, name)
+    if acknowledged is None or abs(time.time() - acknowledged.at) > _NOTED_S:
+        await feed.acknowledge(store, tenant, name, 0)
+    return acknowledged.position if acknowledged else 0
 
 
 async def _acknowledged(store: Store, tenant: str, name: str) -> Acknowledged | None:

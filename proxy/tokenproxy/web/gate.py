@@ -187,7 +187,7 @@ HEAD_LIMIT_BYTES = 64 * 2**10
 """Largest request line with headers."""
 _ANY_METHOD = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 """Methods of a route that the engine serves, because only the engine knows which of them it accepts."""
-_USUAL_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 class Gate:
@@ -286,7 +286,7 @@ def host_name(value: bytes) -> str:
 
 def is_loopback(host: str) -> bool:
     """Whether a host name or address is a loopback address."""
-    if host in _USUAL_LOOPBACK:
+    if host in LOOPBACK_NAMES:
         return True
     return ipaddress.ip_address(host).is_loopback if _is_address(host) else host.lower() == "localhost"
 

@@ -9,12 +9,10 @@ with its id, which is hashed too, like a salt; a request is compared only with t
 """
 
 import asyncio
-import contextlib
 import logging
 import re
 import secrets
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
 from enum import StrEnum
@@ -218,22 +216,11 @@ class KeyFile:
         self._use(entries)
         log.info("%s changed: it holds %d keys", self._path, len(entries))
 
-    @asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
-        """Check the file every second while the block runs."""
-        task = asyncio.create_task(self._watch())
-        try:
-            yield
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(CHECK_S)
-            # on a thread: a network file system may be slow
-            await asyncio.to_thread(self.reload_if_changed)
+    async def watch(self) -> None:
+        """Check the file in a second."""
+        await asyncio.sleep(CHECK_S)
+        # on a thread: a network file system may be slow
+        await asyncio.to_thread(self.reload_if_changed)
 
     def _use(self, entries: list[KeyEntry]) -> None:
         self._keys = {

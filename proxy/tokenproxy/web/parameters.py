@@ -11,16 +11,16 @@ All of them name explicit sessions of the request's tenant.
 
 import re
 import time
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
+from urllib.parse import parse_qsl
 
 import msgspec
 
 from tokenproxy.base.errors import BadRequest, NotFound
 from tokenproxy.base.fields import read
-from tokenproxy.base.http import Request, query_pairs, query_value, query_values
+from tokenproxy.base.http import Request
 from tokenproxy.base.request import SessionRef
 from tokenproxy.base.types import Fields
 from tokenproxy.formats.base import SessionFields
@@ -29,7 +29,7 @@ from tokenproxy.record.store import Session, StoreError, session_id
 from tokenproxy.samples.layouts import LAYOUTS, Layout
 from tokenproxy.samples.samples import Shared
 from tokenproxy.turn.services import Services
-from tokenproxy.web.credentials import tenant_of_key
+from tokenproxy.web.credentials import key_in, tenant_of_key
 
 HEADER = b"x-session-id"
 PROGRAM_HEADERS = (
@@ -63,7 +63,7 @@ def check_name(name: str, param: str) -> str:
     """The name, a slash in it as `=2F`. Raises BadRequest unless paths and headers can hold it unchanged."""
     name = name.replace("/", "=2F")
     if not _NAME.fullmatch(name):
-        raise BadRequest(f"`{param}` must be 1 to 200 letters, digits or any of . _ ~ : @ + = -", param=param)
+        raise BadRequest.of(param, "must be 1 to 200 letters, digits or any of . _ ~ : @ + = -")
     return name
 
 
@@ -94,17 +94,8 @@ def _unchecked_key(request: Request) -> bytes:
     The keys of the proxy are removed from the headers once they are checked. A key that the engine checked is
     the tenant's. Both are shared by many sessions.
     """
-    for name, value in request.headers:
-        scheme, _, rest = value.strip().partition(b" ")
-        if name == b"authorization" and scheme.lower() == b"bearer":
-            key = rest.strip()
-        elif name == b"x-api-key":
-            key = value.strip()
-        else:
-            continue
-        if key and tenant_of_key(key) != request.tenant:
-            return key
-    return b""
+    keys = (key_in(*pair) for pair in request.headers)
+    return next((key for key in keys if key and tenant_of_key(key) != request.tenant), b"")
 
 
 def _name_of_key(key: bytes) -> str:
@@ -158,76 +149,89 @@ _NUMBER = re.compile(r"[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|inf)", re
 _MOST_LISTED = 1000
 
 
-def check_parameters(request: Request, known: Sequence[str], several: Collection[str] = ()) -> None:
-    """Refuse names that the route does not have: a filter that is not understood must not be ignored.
+class Query:
+    """The parameters in the query of a request. Those that are empty count as missing."""
 
-    Args:
-        several: parameters that may be repeated.
-    """
-    counts = Counter(name for name, _ in query_pairs(request))
-    for name, count in counts.items():
-        if name not in known:
-            problem = f"it has {', '.join(known)}" if known else "it has none"
-            raise BadRequest(f"`{name}` is no parameter of this route: {problem}", param=name)
-        if count > 1 and name not in several:
-            raise BadRequest(f"`{name}` must not be repeated", param=name)
+    def __init__(self, request: Request, known: Collection[str], several: Collection[str] = ()) -> None:
+        """Refuse names that the route does not have: a filter that is not understood must not be ignored.
 
+        Args:
+            several: parameters that may be repeated.
 
-def number(name: str, text: str) -> float:
-    """The number that a parameter holds; `inf` and `-inf` are numbers."""
-    if not _NUMBER.fullmatch(text):
-        raise BadRequest(f"`{name}` must be a number", param=name)
-    return float(text)
+        Raises:
+            BadRequest: as all other methods.
+        """
+        self.request = request
+        self._values: dict[str, list[str]] = {}
+        for name, value in parse_qsl(request.path.partition("?")[2], keep_blank_values=True):
+            if name not in known:
+                problem = f"it has {', '.join(known)}" if known else "it has none"
+                raise BadRequest.of(name, f"is no parameter of this route: {problem}")
+            if name in self._values and name not in several:
+                raise BadRequest.of(name, "must not be repeated")
+            self._values.setdefault(name, []).append(value)
 
+    def empty(self) -> Iterator[str]:
+        """Yield the names of parameters without a value."""
+        return (name for name, values in self._values.items() if "" in values)
 
-def requested_limit(request: Request, default: int, most: int) -> int:
-    """The parameter `limit`."""
-    limit = number("limit", query_value(request, "limit", str(default)))
-    if not 1 <= limit <= most or limit % 1:
-        raise BadRequest(f"`limit` must be a whole number between 1 and {most}", param="limit")
-    return int(limit)
+    def values(self, name: str) -> list[str]:
+        """All values of a parameter."""
+        return list(filter(None, self._values.get(name, ())))
 
+    def text(self, name: str, default: str = "") -> str:
+        """The last value of a parameter."""
+        return [default, *self.values(name)][-1]
 
-def requested_page(request: Request) -> tuple[int, float]:
-    """The parameters `limit` and `before`, which is the field `next` or a time."""
-    limit = requested_limit(request, 100, _MOST_LISTED)
-    return limit, number("before", query_value(request, "before", "") or "inf")
+    def number(self, name: str, default: str) -> float:
+        """The number that a parameter holds; `inf` and `-inf` are numbers."""
+        text = self.text(name, default)
+        if not _NUMBER.fullmatch(text):
+            raise BadRequest.of(name, "must be a number")
+        return float(text)
+
+    def limit(self, default: int, most: int) -> int:
+        """The parameter `limit`."""
+        limit = self.number("limit", str(default))
+        if not 1 <= limit <= most or limit % 1:
+            raise BadRequest.of("limit", f"must be a whole number between 1 and {most}")
+        return int(limit)
+
+    def page(self) -> tuple[int, float]:
+        """The parameters `limit` and `before`, which is the field `next` or a time."""
+        return self.limit(100, _MOST_LISTED), self.number("before", "inf")
+
+    def flag(self, name: str) -> bool:
+        """A parameter that is `true` or `false`; false if it is missing."""
+        value = self.text(name, "false")
+        if value not in ("true", "false"):
+            raise BadRequest.of(name, "must be true or false")
+        return value == "true"
+
+    def shared(self) -> Shared:
+        """The parameter `shared`."""
+        shared = self.text("shared", "once")
+        if shared == "each":
+            return "each"
+        if shared == "once":
+            return "once"
+        raise BadRequest.of("shared", "must be `once` or `each`")
+
+    def layout(self) -> Layout:
+        """The parameter `layout`."""
+        layout = self.text("layout", "plain")
+        if layout not in LAYOUTS:
+            raise BadRequest.of("layout", f"must be one of {', '.join(LAYOUTS)}")
+        return LAYOUTS[layout]
+
+    def classes(self) -> frozenset[str]:
+        """The parameter `class`; empty for all classes."""
+        return frozenset(self.values("class"))
 
 
 def next_page(last: Session) -> str:
     """The `before` of the page after a session."""
     return repr(last.used)
-
-
-def requested_shared(request: Request) -> Shared:
-    """The parameter `shared`."""
-    shared = query_value(request, "shared", "once")
-    if shared == "each":
-        return "each"
-    if shared == "once":
-        return "once"
-    raise BadRequest("`shared` must be `once` or `each`", param="shared")
-
-
-def requested_flag(request: Request, name: str) -> bool:
-    """A parameter that is `true` or `false`; false if it is missing."""
-    value = query_value(request, name, "false")
-    if value not in ("true", "false"):
-        raise BadRequest(f"`{name}` must be true or false", param=name)
-    return value == "true"
-
-
-def requested_layout(request: Request) -> Layout:
-    """The parameter `layout`."""
-    layout = query_value(request, "layout", "plain")
-    if layout not in LAYOUTS:
-        raise BadRequest(f"`layout` must be one of {', '.join(LAYOUTS)}", param="layout")
-    return LAYOUTS[layout]
-
-
-def requested_classes(request: Request) -> frozenset[str]:
-    """The parameter `class`, which may be repeated; empty for all classes."""
-    return frozenset(query_values(request, "class"))
 
 
 @contextmanager

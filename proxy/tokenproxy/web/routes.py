@@ -7,84 +7,62 @@ from fastapi.routing import APIRoute
 from starlette.routing import Match
 
 from tokenproxy.base.types import ASGIApp, Receive, Scope, Send
+from tokenproxy.fleet.admin_calls import ADMIN_CALLS
 from tokenproxy.formats.chat import ChatFormat, TokensFormat
 from tokenproxy.formats.messages.format import MessagesFormat
 from tokenproxy.formats.prompts import CompletionsFormat, GenerateFormat
 from tokenproxy.monitoring.middleware import Monitor, Observer
 from tokenproxy.turn.services import Services
-from tokenproxy.web.admin import Drain, Flush, Replicas, engine_admin_routes
+from tokenproxy.web import admin, feed, sessions, status, turns, viewer
 from tokenproxy.web.base import Route
-from tokenproxy.web.count_tokens import CountTokens
 from tokenproxy.web.credentials import TenantOf
 from tokenproxy.web.endpoint import Endpoint
-from tokenproxy.web.feed import FeedAcknowledge, FeedConsumers, FeedSamples, OneFeedConsumer
 from tokenproxy.web.gate import OtherPaths, Paths
 from tokenproxy.web.passthrough import PassThrough
-from tokenproxy.web.responses import CompactResponses, OneResponse, Responses
-from tokenproxy.web.sessions import (
-    FinishSession,
-    OneSession,
-    SessionEnd,
-    SessionReward,
-    Sessions,
-    SessionSamples,
-    SessionTraces,
-)
-from tokenproxy.web.status import Health, MetricsPage, Ready, Root
-from tokenproxy.web.tokenize import Tokenize
-from tokenproxy.web.trl import trl_routes
-from tokenproxy.web.turns import MessagesRoute, TurnRoute
-from tokenproxy.web.viewer import (
-    ViewerDrift,
-    ViewerFile,
-    ViewerPage,
-    ViewerSession,
-    ViewerSessions,
-    ViewerSlash,
-    ViewerTokens,
-)
+from tokenproxy.web.tokenize import CountTokens, Tokenize
 
 
 def all_routes() -> list[Route]:
     """An instance of each route; the catch-all route comes last."""
     return [
-        TurnRoute(ChatFormat()),
-        TurnRoute(TokensFormat()),
-        TurnRoute(CompletionsFormat()),
-        TurnRoute(GenerateFormat()),
-        MessagesRoute(MessagesFormat()),
+        turns.TurnRoute(ChatFormat()),
+        turns.TurnRoute(TokensFormat()),
+        turns.TurnRoute(CompletionsFormat()),
+        turns.TurnRoute(GenerateFormat()),
+        turns.MessagesRoute(MessagesFormat()),
         CountTokens(),
-        Responses(),
-        CompactResponses(),
-        OneResponse(),
+        turns.Responses(),
+        turns.CompactResponses(),
+        turns.OneResponse(),
         Tokenize(),
-        Sessions(),
-        OneSession(),
-        SessionSamples(),
-        SessionTraces(),
-        SessionReward(),
-        SessionEnd(),
-        FinishSession(),
-        FeedSamples(),
-        FeedAcknowledge(),
-        FeedConsumers(),
-        OneFeedConsumer(),
-        ViewerPage(),
-        ViewerSlash(),
-        ViewerFile(),
-        ViewerSessions(),
-        ViewerSession(),
-        ViewerTokens(),
-        ViewerDrift(),
-        Replicas(),
-        Drain(),
-        Flush(),
-        Root(),
-        Health(),
-        Ready(),
-        MetricsPage(),
-        *engine_admin_routes(),
-        *trl_routes(),
+        sessions.Sessions(),
+        sessions.OneSession(),
+        sessions.SessionSamples(),
+        sessions.SessionTraces(),
+        sessions.SessionReward(),
+        sessions.SessionEnd(),
+        sessions.FinishSession(),
+        feed.FeedSamples(),
+        feed.FeedAcknowledge(),
+        feed.FeedConsumers(),
+        feed.OneFeedConsumer(),
+        viewer.ViewerPage(),
+        viewer.ViewerSlash(),
+        viewer.ViewerFile(),
+        viewer.ViewerSessions(),
+        viewer.ViewerSession(),
+        viewer.ViewerTokens(),
+        viewer.ViewerDrift(),
+        admin.Replicas(),
+        admin.Drain(),
+        admin.Flush(),
+        status.Root(),
+        status.Health(),
+        status.Ready(),
+        status.MetricsPage(),
+        *map(admin.EngineAdmin, ADMIN_CALLS),
+        turns.TrlBatch("/generate", "prompts"),
+        turns.TrlBatch("/chat", "messages"),
         PassThrough(),
     ]
 

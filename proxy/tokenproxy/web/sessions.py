@@ -22,20 +22,7 @@ from tokenproxy.samples.turn_json import session_fields, stored_json, traces_of,
 from tokenproxy.turn.services import Services
 from tokenproxy.viewer.recording import RecordedSession
 from tokenproxy.web.base import SessionRoute, StoreRoute
-from tokenproxy.web.parameters import (
-    check_name,
-    check_parameters,
-    next_page,
-    number,
-    requested_classes,
-    requested_flag,
-    requested_layout,
-    requested_limit,
-    requested_page,
-    requested_shared,
-    session_in_path,
-    unknown_session,
-)
+from tokenproxy.web.parameters import Query, check_name, next_page, session_in_path, unknown_session
 
 MOST_TURNS = 1_000_000
 """Of a session that are returned at once."""
@@ -61,8 +48,7 @@ class Sessions(StoreRoute):
         """POST: `id`, `defaults`, `overrides`, `metadata`, `limits`, `policy`. GET: `?limit=&before=`."""
         if request.method == "POST":
             return await _save(request, services)
-        check_parameters(request, ("limit", "before"))
-        limit, before = requested_page(request)
+        limit, before = Query(request, ("limit", "before")).page()
         sessions = await services.store.sessions(limit=limit, tenant=request.tenant, before=before)
         following = next_page(sessions[-1]) if len(sessions) == limit else None
         listed = [_described(session) for session in sessions]
@@ -89,14 +75,14 @@ class OneSession(SessionRoute):
         services.fleet.conversations.end(rollout)
         return json_response({"id": name, "object": "session", "deleted": True})
 
-    async def show(self, request: Request, services: Services, found: RecordedSession) -> Response:
+    async def show(self, query: Query, services: Services, found: RecordedSession) -> Response:
         """GET: the description, `reward`, `refusals`, `agents`, and `turns` in order.
 
         `?ids=true` adds ids. `?limit=&after=`: that many turns after the turn `after`; `next` is the last of
         them while more follow. A slow reader holds no more of a large session than one such page.
         """
-        ids, rewards = requested_flag(request, "ids"), found.rewards
-        page = _page(request, found.turns)
+        ids, rewards = query.flag("ids"), found.rewards
+        page = _page(query, found.turns)
 
         def tree() -> dict[str, Any]:
             classes = classes_of(found.turns)
@@ -120,13 +106,13 @@ class SessionSamples(SessionRoute):
     parameters = ("shared", "layout", "class", "on_policy")
     summary = "A session's training samples, one for each leaf"
 
-    async def show(self, request: Request, services: Services, found: RecordedSession) -> Response:
+    async def show(self, query: Query, services: Services, found: RecordedSession) -> Response:
         """`?shared=once|each`, `?layout=plain|trl|verl|prime-rl|skyrl`, `?class=`, `?on_policy=true`.
 
         `{"id", "samples", "refused"}`.
         """
-        shared, layout, session = requested_shared(request), requested_layout(request), found.session
-        classes, on_policy = requested_classes(request), requested_flag(request, "on_policy")
+        shared, layout, session = query.shared(), query.layout(), found.session
+        classes, on_policy = query.classes(), query.flag("on_policy")
 
         def export() -> Response:
             result = samples_of(
@@ -149,12 +135,13 @@ class SessionTraces(SessionRoute):
     parameters = ("since", "limit")
     summary = "A session's turns, each with its whole prompt, for rLLM"
 
-    async def show(self, request: Request, services: Services, found: RecordedSession) -> Response:
+    async def show(self, query: Query, services: Services, found: RecordedSession) -> Response:
         """`?since=&limit=`: a list of rLLM's `TraceRecord`, in the order of the requests."""
-        since = number("since", query_value(request, "since", "0"))
-        most, name = requested_limit(request, MOST_TURNS, MOST_TURNS), found.session.name
+        since, most = query.number("since", "0"), query.limit(MOST_TURNS, MOST_TURNS)
         return json_response(
-            await services.encoders.run(lambda: traces_of(found.turns, name, since=since, limit=most))
+            await services.encoders.run(
+                lambda: traces_of(found.turns, found.session.name, since=since, limit=most)
+            )
         )
 
 
@@ -165,9 +152,9 @@ class SessionReward(SessionRoute):
     methods = ("POST",)
     summary = "Set the reward of a session, or of one of its turns"
 
-    async def show(self, request: Request, services: Services, found: RecordedSession) -> Response:
+    async def show(self, query: Query, services: Services, found: RecordedSession) -> Response:
         """`{"reward": 1.0}` for the session, with `"turn": ID` for a turn, or `{"rewards": {ID: 1.0}}`."""
-        store, session, rewards = services.store, found.session, _rewards(parse(request.body))
+        store, session, rewards = services.store, found.session, _rewards(parse(query.request.body))
         if unknown := sorted(rewards.keys() - {"", *(turn.id for turn in found.turns)}):
             raise BadRequest(f"the session has no turn {unknown[0]!r}", param="turn")
         await store.finish(session.id, Cause.REWARD, rewards)
@@ -216,7 +203,7 @@ class FinishSession(SessionEnd):
         """The value of `?session_id=`. Raises BadRequest."""
         name = query_value(request, "session_id", "")
         if not name:
-            raise BadRequest("`session_id` is required: /finish_session?session_id=ID", param="session_id")
+            raise BadRequest.of("session_id", "is required: /finish_session?session_id=ID")
         return check_name(name, "session_id")
 
 
@@ -224,14 +211,14 @@ def _rewards(fields: Fields) -> dict[str, float]:
     """The rewards of a request: by the id of a turn, or by "" for the session."""
     rewards = read(fields, "rewards", dict[str, float]) or {}
     if not all(map(math.isfinite, rewards.values())):
-        raise BadRequest("`rewards` must be finite numbers", param="rewards")
+        raise BadRequest.of("rewards", "must be finite numbers")
     reward = read(fields, "reward", float)
     if reward is not None:
         if not math.isfinite(reward):
-            raise BadRequest("`reward` must be a finite number", param="reward")
+            raise BadRequest.of("reward", "must be a finite number")
         rewards[read(fields, "turn", str) or ""] = reward
     if not rewards:
-        raise BadRequest("`reward` is required", param="reward")
+        raise BadRequest.of("reward", "is required")
     return rewards
 
 
@@ -249,10 +236,10 @@ async def _save(request: Request, services: Services) -> Response:
     size = session.description_bytes
     if described and size > MAX_DESCRIPTION_BYTES:
         largest = max(described, key=lambda field: len(described[field]))
-        raise BadRequest(
-            f"`{largest}` is too large: {', '.join(DESCRIPTION)} of a session together may take "
+        raise BadRequest.of(
+            largest,
+            f"is too large: {', '.join(DESCRIPTION)} of a session together may take "
             f"{MAX_DESCRIPTION_BYTES} bytes, these take {size}",
-            param=largest,
         )
     await store.add(session)
     saved = await store.session(session.id)
@@ -264,7 +251,7 @@ def _description(fields: Fields) -> dict[str, Any]:
     described: dict[str, Any] = {}
     if raw_value(fields, "sampling_params") is not None:  # rLLM's name for the defaults
         if raw_value(fields, "defaults") is not None:
-            raise BadRequest("`sampling_params` and `defaults` are the same", param="sampling_params")
+            raise BadRequest.of("sampling_params", "and `defaults` are the same")
         fields = {**fields, "defaults": fields["sampling_params"]}
     for field in DESCRIPTION:
         value = read(fields, field, dict[str, Any])
@@ -287,14 +274,12 @@ def _described(session: Session) -> dict[str, Any]:
     }
 
 
-def _page(request: Request, turns: Sequence[Turn]) -> Sequence[Turn]:
+def _page(query: Query, turns: Sequence[Turn]) -> Sequence[Turn]:
     """The turns that `?limit=&after=` selects."""
-    limit, after = requested_limit(request, MOST_TURNS, MOST_TURNS), query_value(request, "after", "")
+    limit, after = query.limit(MOST_TURNS, MOST_TURNS), query.text("after")
     before = [index for index, turn in enumerate(turns) if turn.id == after]
     if after and not before:
-        raise BadRequest(
-            f"`after` must be a turn of the session, such as `next`, not {after!r}", param="after"
-        )
+        raise BadRequest.of("after", f"must be a turn of the session, such as `next`, not {after!r}")
     rest = turns[before[0] + 1 :] if before else turns
     return rest[:limit]
 

@@ -27,17 +27,13 @@ class Root(StatusRoute):
         return json_response({"status": "ok"})
 
 
-class Health(StatusRoute):
+class Health(Root):
     """Independent of engines: a proxy must not be restarted because its engines restart."""
 
     path = "/health"
     inside_vllm = False  # vLLM's own route also checks its engine core
     key_scope = None
     summary = "This process is alive"
-
-    async def answer(self, request: Request, services: Services, /) -> Response:
-        """Always 200."""
-        return json_response({"status": "ok"})
 
 
 class Ready(StatusRoute):

@@ -1,18 +1,38 @@
-"""The routes of a turn: one for each wire format."""
+"""The routes of a turn, one for each wire format, and of the responses that `/v1/responses` stores."""
 
-from tokenproxy.base.errors import ApiError
-from tokenproxy.base.http import Request, Response
-from tokenproxy.engine.protocol import error_text
+import asyncio
+from collections.abc import Iterable
+from dataclasses import replace
+
+import msgspec
+
+from tokenproxy.base.errors import ApiError, BadRequest, EngineBroken, NotFound
+from tokenproxy.base.fields import join, parse
+from tokenproxy.base.http import Request, Response, json_response, query_value
+from tokenproxy.base.types import Fields
+from tokenproxy.engine.protocol import error_text, fetch
 from tokenproxy.formats.base import Format
 from tokenproxy.formats.messages.format import MessagesFormat
+from tokenproxy.formats.responses.format import COMPACT_PATH, PATH, ResponsesFormat
+from tokenproxy.formats.responses.items import is_response_id
+from tokenproxy.formats.responses.records import ResponseRecord, recall
+from tokenproxy.formats.responses.request import read_request
 from tokenproxy.formats.translated import serve_early, translated_error
+from tokenproxy.formats.trl import Prompt, TrlAnswer, batch_answer, parse_batch, turn_of
 from tokenproxy.record.refusals import count_refusal
-from tokenproxy.record.store import session_id
+from tokenproxy.record.store import DOCUMENTS, StoreError, session_id
+from tokenproxy.record.store_time import store_time
 from tokenproxy.turn.serve import serve_turn
 from tokenproxy.turn.services import Services
-from tokenproxy.web.base import Route, parsed
+from tokenproxy.web.base import Route, StoreRoute, parsed
+from tokenproxy.web.keys import KeyScope
 from tokenproxy.web.parameters import named_session
 
+_RENAMED = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+"""Names of fields of a chat completion to those of the request that it was made of."""
+_OUTLINE = msgspec.json.Decoder(Fields)
+_AT_ONCE = 256
+"""Prompts of one batch that are served at the same time: vLLM's default for `--max-num-seqs`."""
 _SILENCE_S = 15.0
 """Seconds of silence after which a stream is kept alive: Claude Code and Codex give up after 300 s."""
 
@@ -33,7 +53,7 @@ class TurnRoute(Route):
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """The response to one turn."""
-        return await serve_format(self._format, request, services)
+        return await _serve_format(self._format, request, services)
 
 
 class MessagesRoute(TurnRoute):
@@ -41,10 +61,10 @@ class MessagesRoute(TurnRoute):
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """The message, or the events of its stream."""
-        return await serve_format(MessagesFormat(await services.fleet.served_model()), request, services)
+        return await _serve_format(MessagesFormat(await services.fleet.served_model()), request, services)
 
 
-async def serve_format(wire_format: Format, request: Request, services: Services) -> Response:
+async def _serve_format(wire_format: Format, request: Request, services: Services) -> Response:
     """Respond to a request in a wire format, which may be one of this request alone. Raises ApiError."""
     session = await named_session(request, services)
     rollout = session_id(request.tenant, session.ref.name) if session else ""
@@ -73,3 +93,162 @@ async def serve_format(wire_format: Format, request: Request, services: Services
     if chat.stream:
         return await serve_early(serve, translation, _SILENCE_S)
     return await translated_error(await serve(), translation)
+
+
+class Responses(Route):
+    """Serves a turn; reads before it what the request names, and stores the response after it."""
+
+    path = PATH
+    summary = "Response, token-exact over turns"
+    _compact = False
+
+    async def answer(self, request: Request, services: Services, /) -> Response:
+        """A response of OpenAI's Responses, whole or as a stream of events."""
+        asked = await parsed(request, services, lambda: read_request(request.body, compact=self._compact))
+        stored = _Stored(request, services)
+        wire_format = ResponsesFormat(asked, await recall(asked, stored.read), stored.keep)
+        try:
+            return await _serve_format(wire_format, request, services)
+        except BadRequest as error:
+            error.param = _RENAMED.get(error.param or "", error.param)
+            raise
+
+
+class CompactResponses(Responses):
+    """Replaces a conversation by a summary of it, which the model writes in an ordinary turn."""
+
+    path = COMPACT_PATH
+    summary = "A summary in place of a conversation"
+    _compact = True
+
+
+class _Stored:
+    """The documents of one request's tenant."""
+
+    def __init__(self, request: Request, services: Services) -> None:
+        self._tenant = request.tenant
+        self._history = services.history
+
+    async def read(self, names: Iterable[str]) -> dict[str, bytes]:
+        """Those of these names that are stored, and can be read. Raises StoreError."""
+        asked = {session_id(self._tenant, name): name for name in names}
+        if not asked:
+            return {}
+        store = self._history.store
+        found = await store.get(DOCUMENTS, list(asked))
+        read = store.unreadable.read  # a document is decoded later: here only its outline is checked
+        return {
+            asked[name]: content
+            for name, content in found.items()
+            if read(f"{DOCUMENTS} {name}", _OUTLINE.decode, content) is not None
+        }
+
+    async def keep(self, name: str, content: bytes) -> bool:
+        """Store a document; False if that comes later, or after a failure, which is logged and counted."""
+        try:
+            store, document = self._history.store, session_id(self._tenant, name)
+            keep_s = store.limits.max_age_s
+            return await store.put(DOCUMENTS, document, content, keep_s=keep_s, before=None)
+        except StoreError as error:
+            error.report(self._history.metrics, "a response is not stored")
+            return False
+
+
+class OneResponse(StoreRoute):
+    """Reads or deletes a stored response."""
+
+    # vLLM's own template, letter for letter: a plugin's route replaces the one with an equal template
+    path = "/v1/responses/{response_id}"
+    methods = ("GET", "DELETE")
+    summary = "A stored response"
+    reading_scope = KeyScope.INFERENCE  # who may sample may also read and delete what was sampled
+
+    async def answer(self, request: Request, services: Services, /) -> Response:
+        """GET: the response as its client got it. DELETE: `{"id", "object", "deleted"}`."""
+        name = _name(request)
+        if request.method == "DELETE":
+            if await services.store.take(DOCUMENTS, session_id(request.tenant, name)) is None:
+                raise _unknown(name)
+            return json_response({"id": name, "object": "response", "deleted": True})
+        if query_value(request, "stream", "false") == "true":
+            raise BadRequest.of("stream", "is not supported: a stored response is complete")
+        found = await _Stored(request, services).read([name])
+        if name not in found:
+            raise _unknown(name)
+        return json_response(msgspec.json.decode(found[name], type=ResponseRecord).response)
+
+
+def _name(request: Request) -> str:
+    """The id of the response in a path. Raises NotFound if there is no response with such an id."""
+    name = request.parameters["response_id"]
+    if not is_response_id(name):
+        raise _unknown(name)
+    return name
+
+
+def _unknown(name: str) -> NotFound:
+    return NotFound(
+        f"Response with id '{name}' not found: never stored, deleted, or too old",
+        param="response_id",
+        code="response_not_found",
+    )
+
+
+class TrlBatch(Route):
+    """A batch of prompts as TRL up to 1.10 sends it to `trl vllm-serve`; each prompt is one turn."""
+
+    def __init__(self, path: str, prompts: str) -> None:
+        """`prompts`: the field that holds the prompts."""
+        self.path = path  # type: ignore[misc]
+        self.summary = "A batch of prompts, for TRL up to 1.10"  # type: ignore[misc]
+        self._prompts = prompts
+
+    async def answer(self, request: Request, services: Services, /) -> Response:
+        """`{"prompt_ids", "completion_ids", "logprobs", "logprob_token_ids"}`."""
+        session = await named_session(request, services)
+        batch = await parsed(request, services, lambda: parse_batch(parse(request.body), self._prompts))
+
+        answers = [TrlAnswer(logprobs=batch.visible.logprobs) for _ in batch.prompts]
+        gate = asyncio.Semaphore(_AT_ONCE)
+
+        async def serve(prompt: Prompt, answer: TrlAnswer) -> None:
+            async with gate:
+                if prompt.is_text:
+                    prompt = await _tokenise(prompt, request, services)
+                turn = turn_of(prompt, batch, request, session)
+                with store_time(self.store_seconds or services.settings.store_timeout_s):
+                    response = await serve_turn(turn, services, answer)
+                if response.status >= 400:
+                    raise _Refused(response)
+
+        try:
+            async with asyncio.TaskGroup() as group:  # the first failure cancels the others
+                for prompt, answer in zip(batch.prompts, answers, strict=True):
+                    group.create_task(serve(prompt, answer))
+        except BaseExceptionGroup as failures:
+            first = failures.exceptions[0]
+            if isinstance(first, _Refused):
+                return first.response
+            raise first from None
+        return json_response(batch_answer(answers))
+
+
+class _Refused(Exception):
+    """The engine refused one prompt; its response holds the reason."""
+
+    def __init__(self, response: Response) -> None:
+        super().__init__(f"the engine responded {response.status}")
+        self.response = response
+
+
+async def _tokenise(prompt: Prompt, request: Request, services: Services) -> Prompt:
+    """A text prompt as ids, with the special tokens that vLLM adds to text. Raises EngineBroken."""
+    headers = [pair for pair in request.headers if pair[0] != b"accept-encoding"]
+    body = join({"prompt": msgspec.Raw(prompt.raw)})
+    call = Request("POST", "/tokenize", headers, body, repeatable=True)
+    status, tokenised = await services.fleet.ask(lambda replica: fetch(replica.engine, call))
+    try:
+        tokens = msgspec.json.decode(tokenised, type=dict[str, msgspec.Raw])["tokens"]
+    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError) as error:
+        raise EngineBroken(f"/tokenize returned status {status} and no tokens") from error
+    return replace(prompt, raw=bytes(tokens))

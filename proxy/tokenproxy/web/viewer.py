@@ -10,15 +10,7 @@ from collections.abc import Sequence
 
 from chat_tokenizer import ChatTokenizer
 from tokenproxy.base.errors import BadRequest, Forbidden, NotFound
-from tokenproxy.base.http import (
-    JSON_HEADERS,
-    BytesResponse,
-    Request,
-    Response,
-    json_response,
-    query_value,
-    query_values,
-)
+from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response, json_response
 from tokenproxy.base.types import Headers
 from tokenproxy.record.identity import recorded_with
 from tokenproxy.record.store import Session
@@ -34,12 +26,7 @@ from tokenproxy.viewer.summary import Summaries
 from tokenproxy.viewer.tokens import encode_tokens
 from tokenproxy.viewer.tree import session_tree
 from tokenproxy.web.base import Route, SessionRoute, StoreRoute
-from tokenproxy.web.parameters import (
-    check_parameters,
-    next_page,
-    number,
-    requested_page,
-)
+from tokenproxy.web.parameters import Query, next_page
 
 _PAGE_HEADERS: Headers = [
     (
@@ -125,13 +112,9 @@ class ViewerSessions(StoreRoute):
         See `tokenproxy.viewer.session_list` and `folds`. `reading` tells that summaries are missing which
         another request would find.
         """
-        check_parameters(request, _LIST_PARAMETERS, several=("where",))
-        messages, key = query_value(request, "messages", "false"), query_value(request, "fold", "")
-        if messages not in ("true", "false"):
-            raise BadRequest("`messages` must be true or false", param="messages")
-        where = tuple(query_values(request, "where"))
-        search = Search(query_value(request, "search", ""), messages == "true", where)
-        limit, before = requested_page(request)
+        query = Query(request, _LIST_PARAMETERS, several=("where",))
+        search = Search(query.text("search"), query.flag("messages"), tuple(query.values("where")))
+        key, (limit, before) = query.text("fold"), query.page()
         size, most = (MOST_FOLDED, MOST_FOLDED) if key else (limit, MOST_SEARCHED)
         found, last = await list_sessions(services.store, request.tenant, search, before, size, most)
         summaries, reading = await self._summaries.read(services.store, found)
@@ -162,22 +145,22 @@ class ViewerSession(ViewerDataRoute):
     parameters = ("since", "used")
     summary = "A session's turns with their messages, for the page"
 
-    async def show(self, request: Request, services: Services, found: RecordedSession) -> Response:
+    async def show(self, query: Query, services: Services, found: RecordedSession) -> Response:
         """See `tokenproxy.viewer.tree`.
 
         `?since=` leaves out turns that were recorded before, in seconds. With `?used=`, the last use that the
         page has seen, there are no turns if the session was not used since.
         """
-        since = number("since", query_value(request, "since", "-inf"))
+        since = query.number("since", "-inf")
         return await asyncio.to_thread(
             lambda: json_response(
                 session_tree(found.session, found.turns, found.rewards, since), headers=_JSON_DATA
             )
         )
 
-    def needs_turns(self, request: Request, session: Session) -> bool:
+    def needs_turns(self, query: Query, session: Session) -> bool:
         """See `SessionRoute.needs_turns`: an open page asks every two seconds."""
-        return number("used", query_value(request, "used", "-inf")) != session.used
+        return query.number("used", "-inf") != session.used
 
 
 class ViewerTokens(ViewerDataRoute):
@@ -187,9 +170,9 @@ class ViewerTokens(ViewerDataRoute):
     parameters = ("turn",)
     summary = "The ids of the path to a turn, in binary, for the page"
 
-    async def show(self, request: Request, services: Services, found: RecordedSession) -> Response:
+    async def show(self, query: Query, services: Services, found: RecordedSession) -> Response:
         """`?turn=ID`. See `tokenproxy.viewer.tokens`."""
-        path = _path(request, found.turns)
+        path = _path(query, found.turns)
         tokenizer, note = _tokenizer(services, path[-1])
         body = await asyncio.to_thread(lambda: encode_tokens(path, TurnTree(found.turns), tokenizer, note))
         return BytesResponse(200, [*_DATA_HEADERS, (b"content-type", b"application/octet-stream")], body)
@@ -202,11 +185,11 @@ class ViewerDrift(ViewerDataRoute):
     parameters = ("turn", "basis")
     summary = "Where the prompt of a turn differs from the template's own rendering, for the page"
 
-    async def show(self, request: Request, services: Services, found: RecordedSession) -> Response:
+    async def show(self, query: Query, services: Services, found: RecordedSession) -> Response:
         """`?turn=ID&basis=template|before`. See `tokenproxy.viewer.drift`."""
-        path, chosen = _path(request, found.turns), query_value(request, "basis", "")
+        path, chosen = _path(query, found.turns), query.text("basis")
         if chosen not in ("", *Basis):
-            raise BadRequest(f"`basis` must be one of {', '.join(Basis)}", param="basis")
+            raise BadRequest.of("basis", f"must be one of {', '.join(Basis)}")
         tokenizer, note = _tokenizer(services, path[-1])
 
         def compare() -> Response:
@@ -215,10 +198,10 @@ class ViewerDrift(ViewerDataRoute):
         return await asyncio.to_thread(compare)
 
 
-def _path(request: Request, turns: Sequence[Turn]) -> list[Turn]:
+def _path(query: Query, turns: Sequence[Turn]) -> list[Turn]:
     """The path to the turn in the query. Raises BadRequest."""
     by_id = {turn.id: turn for turn in turns}
-    name = query_value(request, "turn", "")
+    name = query.text("turn")
     if name not in by_id:
         raise BadRequest(f"the session has no turn {name!r}", param="turn")
     return path_of(by_id[name], by_id)

@@ -81,7 +81,7 @@ def _by_us(body: dict[str, Any], merges_system: bool, effort: str) -> dict[str, 
 
     request = read_turn(json.dumps(body).encode())
     fields = json.loads(msgspec.json.encode(chat_options(request, effort)))
-    fields["messages"] = chat_messages(request.system, request.messages, merges_system=merges_system).messages
+    fields["messages"] = chat_messages(request.system, request.messages, merges_system=merges_system)[0]
     return _compared(ChatCompletionRequest.model_validate(fields))
 
 

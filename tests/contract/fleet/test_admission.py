@@ -229,7 +229,7 @@ def test_a_first_turn_waits_on_the_wire_and_one_with_an_equal_prompt_does_not(st
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_a_turn_samples_takes_room(start: Start, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenproxy.fleet.affinity._FIRST_PAUSE_S", 60.0)  # its next turn may still come
+    monkeypatch.setattr("tokenproxy.fleet.choosing._FIRST_PAUSE_S", 60.0)  # its next turn may still come
     engine = start()
     engine.canned["/metrics"] = Canned(_info(1_200))
     with run_proxy([engine], store="memory:") as client, ThreadPoolExecutor() as pool:

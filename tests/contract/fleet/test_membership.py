@@ -1,5 +1,6 @@
 """Replicas that come and go: the sources that name them, and the admin API."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.contract.fleet.replicas import Start, state_of
 from tests.support.fake_vllm import FakeVllm
 from tests.support.stepped import elapse, stepped
 from tests.support.utils import run_proxy, wait_until
+from tokenproxy.base.tasks import end_tasks, repeat
 from tokenproxy.base.urls import UpstreamsError, normalise_upstream
 from tokenproxy.fleet.membership import Membership, resolve_host
 from tokenproxy.fleet.replica import Replica
@@ -66,7 +68,9 @@ def test_a_replica_is_added_drained_and_removed(start: Start) -> None:
 
 
 @asynccontextmanager
-async def _membership(*upstreams: str, **options: Any) -> AsyncIterator[tuple[Membership, list[str]]]:
+async def _membership(
+    *upstreams: str, interval_s: float = 5.0, **options: Any
+) -> AsyncIterator[tuple[Membership, list[str]]]:
     """A membership that was started, and the URLs of which replicas were made."""
     made: list[str] = []
 
@@ -74,15 +78,16 @@ async def _membership(*upstreams: str, **options: Any) -> AsyncIterator[tuple[Me
         made.append(url)
         return replica_of(MemoryEngine(url.replace("user:one@", "").replace("user:two@", "")))
 
-    async with fleet_of() as fleet:
+    async with fleet_of(watch_interval_s=interval_s) as fleet:
         membership = Membership(
             fleet, make, StoredWords(SqliteStore(None, Limits()), "fleet"), upstreams, **options
         )
-        await membership.start()
+        await membership.refresh()
+        watch = asyncio.create_task(repeat(membership.watch, "the membership is not watched"))
         try:
             yield membership, made
         finally:
-            await membership.stop()
+            await end_tasks(watch)
 
 
 def _names(membership: Membership) -> list[str]:

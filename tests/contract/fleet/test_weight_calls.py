@@ -239,7 +239,7 @@ async def test_a_call_fails_on_a_replica_that_does_not_answer_it_in_time() -> No
         answer = await calls.run(rule, Request("POST", rule.path, [], b"{}"))
         assert answer.status == 424
         assert b"no answer within 600 s" in await answer.read()
-        assert [fleet.weights.serves(replica) for replica in fleet.replicas] == [True, False]
+        assert [bool(fleet.weights.problem(replica)) for replica in fleet.replicas] == [False, True]
         assert "failed on it" in fleet.report()[1]["problem"]
         await elapse(3.0)
         assert not fleet.weights.suspension.active

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from tests.support.fake_vision import PLACEHOLDER, FakeVision, ids_of_image, picture
@@ -14,7 +15,7 @@ from tests.support.talk import user
 from tests.support.tiny_model import END, HI, TinyModel
 from tests.support.utils import EVERY_SPELLING, run_proxy
 from tokenproxy.base.errors import EngineBroken
-from tokenproxy.formats.trl import TrlAnswer, batch_body
+from tokenproxy.formats.trl import TrlAnswer, batch_answer
 from tokenproxy.record.completion import Completion
 from tokenproxy.turn import parsing
 
@@ -121,7 +122,7 @@ def test_log_probabilities_are_sorted_and_not_a_number_is_null() -> None:
     outside = (-3.0, {5: -2.0, 4: -0.1})
     within = (-0.5, {7: -0.5, 9: -1.0})
     answer = _answer(_completion(outside, within, (math.nan, {7: math.nan, 9: -1.0})))
-    body = json.loads(batch_body([answer]))
+    body = json.loads(msgspec.json.encode(batch_answer([answer])))
     assert body["logprob_token_ids"] == [[[4, 5, 7], [7, 9], [9, 7]]]
     assert body["logprobs"] == [[[-0.1, -2.0, -3.0], [-0.5, -1.0], [-1.0, None]]]
 

@@ -7,7 +7,7 @@ import pytest
 from tests.unit.fleet.conftest import Clock
 from tests.unit.fleet.test_conversations import begin
 from tokenproxy.fleet.admission import CacheUse, Context
-from tokenproxy.fleet.affinity import Conversations
+from tokenproxy.fleet.choosing import Conversations
 
 
 def _never() -> float:

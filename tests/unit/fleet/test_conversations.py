@@ -5,8 +5,7 @@ import pytest
 
 from tests.unit.fleet.conftest import Clock
 from tokenproxy.fleet.admission import CacheUse
-from tokenproxy.fleet.affinity import Conversations
-from tokenproxy.fleet.choosing import Routing
+from tokenproxy.fleet.choosing import Conversations, Routing
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 from chat_tokenizer import ids
-from tokenproxy.fleet.affinity import PrefixCaches
+from tokenproxy.fleet.choosing import PrefixCaches
 
 
 def test_the_replica_with_the_longest_beginning_holds_it() -> None:

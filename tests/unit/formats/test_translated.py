@@ -18,7 +18,7 @@ from tokenproxy.formats.responses.request import read_request
 from tokenproxy.formats.translated import Translation, serve_early
 from tokenproxy.turn.limit_answer import limit_answer
 from tokenproxy.turn.services import RunningRequests
-from tokenproxy.web.sending import send_events
+from tokenproxy.web.endpoint import send_events
 
 _SILENCE_S = 0.01
 

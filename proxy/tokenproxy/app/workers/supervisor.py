@@ -37,7 +37,7 @@ log = logging.getLogger("tokenproxy")
 STEADY_S = 60.0
 """A worker that served for so long starts anew without a pause."""
 LONGEST_PAUSE_S = 30.0
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _PROGRAM = "import sys; sys.path[:] = {!r}; from tokenproxy.app.workers.worker import main; main()"
 """A worker imports from the same folders as its parent, independent of the current folder."""
 
@@ -75,14 +75,10 @@ def run_workers(settings: Settings, sockets: Sequence[socket.socket]) -> int:
     """Serve with several processes until a signal arrives; returns the exit code."""
     try:
         with tempfile.TemporaryDirectory(prefix="tokenproxy-metrics-", ignore_cleanup_errors=True) as folder:
-            return asyncio.run(_run(settings, sockets, Path(folder)))
+            return asyncio.run(Supervisor(settings, sockets, Path(folder)).run())
     except OSError as error:  # the message names the folder
         log.error("the proxy cannot start its workers: %s", error)
         return 1
-
-
-async def _run(settings: Settings, sockets: Sequence[socket.socket], folder: Path) -> int:
-    return await Supervisor(settings, sockets, folder).run()
 
 
 class _Worker:
@@ -155,7 +151,7 @@ class Supervisor:
     async def run(self) -> int:
         """Run the workers until a signal arrives; returns the exit code."""
         loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
+        for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
         add_process(self._folder, "parent", os.getpid())
         kept = [asyncio.create_task(self._keep(1))]

@@ -17,24 +17,21 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing.connection import Connection
-
-import uvicorn
 
 from tokenproxy.app.server import Server, server_config
 from tokenproxy.app.workers.metrics import shared_metrics
-from tokenproxy.app.workers.supervisor import END_S, STARTED, Command, Start
+from tokenproxy.app.workers.supervisor import END_S, SIGNALS, STARTED, Command, Start
 from tokenproxy.monitoring.logs import configure_logs
 from tokenproxy.turn.services import RunningRequests
 
 log = logging.getLogger("tokenproxy")
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
 
 def main() -> None:
     """Run a worker until its parent stops it; the argument is the file descriptor of its pipe."""
-    for number in _SIGNALS:
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # the server takes them once it runs
     control = Connection(int(sys.argv[1]))
     start: Start = control.recv()
@@ -43,7 +40,8 @@ def main() -> None:
     running = RunningRequests()
     metrics = shared_metrics(start.worker, start.metrics)
     config = server_config(settings, running, metrics)
-    server = WorkerServer(config, running, settings.stop_delay_s, settings.drain_s, control)
+    server = WorkerServer(config, running, settings.stop_delay_s, settings.drain_s)
+    server.control, server.announce = control, partial(_report, control)
     server.run([socket.socket(fileno=descriptor) for descriptor in start.sockets])
     if server.orphaned:
         shutil.rmtree(start.metrics, ignore_errors=True)
@@ -51,43 +49,34 @@ def main() -> None:
     os._exit(0 if server.started else 1)
 
 
+def _report(control: Connection) -> None:
+    with contextlib.suppress(OSError):  # the parent has ended
+        control.send(STARTED)
+
+
 class WorkerServer(Server):
     """A server that its parent stops."""
 
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        running: RunningRequests,
-        stop_delay_s: float,
-        drain_s: float,
-        control: Connection,
-    ) -> None:
-        super().__init__(config, running, stop_delay_s, drain_s)
-        self.orphaned = False
-        """Whether the parent has ended."""
-        self._control = control
+    control: Connection
+    """The worker's end of its pipe."""
+    orphaned = False
+    """Whether the parent has ended."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Handle signals and the parent's messages in the event loop while the server runs."""
         loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
+        for number in SIGNALS:
             loop.add_signal_handler(number, self.stop, self._stop_delay_s)
         threading.Thread(target=self._obey, args=[loop], daemon=True).start()
         yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the application and the server, and report it to the parent."""
-        await super().startup(sockets)
-        with contextlib.suppress(OSError):  # the parent has ended
-            self._control.send(STARTED)
 
     def _obey(self, loop: asyncio.AbstractEventLoop) -> None:
         """Take the parent's messages, in a thread: a worker whose event loop is blocked ends, too."""
         with contextlib.suppress(RuntimeError):  # the event loop is closed: the worker has stopped
             try:
                 while True:
-                    command: Command = self._control.recv()
+                    command: Command = self.control.recv()
                     if command is Command.CUT:
                         loop.call_soon_threadsafe(self.stop_now)
                     else:

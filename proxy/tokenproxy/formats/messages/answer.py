@@ -17,7 +17,6 @@ import msgspec
 from tokenproxy.base.error_formats import anthropic_error
 from tokenproxy.base.errors import EngineBroken
 from tokenproxy.formats.translated import Translation
-from tokenproxy.record.vocabulary import BROKEN_OFF
 from tokenproxy.turn import wire
 
 _encode = msgspec.json.encode
@@ -192,8 +191,8 @@ class MessagesTranslation(Translation):
         Raises:
             EngineBroken: it did not.
         """
-        if self.finish in BROKEN_OFF:
-            raise EngineBroken(f"the engine ended the turn before it was complete ({self.finish})")
+        if self.broken_off:
+            raise EngineBroken(self.broken_off)
 
     # --- parts of both
 

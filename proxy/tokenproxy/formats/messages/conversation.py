@@ -12,8 +12,7 @@ templates it joins the system prompt if no assistant has answered yet, as in vLL
 prompt would change the ids of all earlier turns, so its text joins the user's messages at its place.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -38,19 +37,10 @@ _BILLING_HEADER = "x-anthropic-billing-header"
 """Start of a block of Claude Code's system prompt that changes with every request."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChatMessages:
-    """A conversation as chat messages."""
-
-    messages: list[ChatMessage]
-    signatures: Mapping[int, tuple[str, ...]]
-    """Those of the thinking in a message, by the index of the message."""
-
-
 def chat_messages(
     system: str | Sequence[Text] | None, messages: Sequence[Message], *, merges_system: bool
-) -> ChatMessages:
-    """Convert a conversation.
+) -> tuple[list[ChatMessage], dict[int, tuple[str, ...]]]:
+    """The chat messages of a conversation, and by index the signatures of the thinking in them.
 
     Args:
         merges_system: whether the chat template takes system messages at the start only.
@@ -79,7 +69,7 @@ def chat_messages(
     prompt = "".join(opening)
     first = [{"role": "system", "content": prompt}] if prompt else []
     signatures = {index + len(first): found for index, found in conversion.signatures.items()}
-    return ChatMessages([*first, *conversion.messages], signatures)
+    return [*first, *conversion.messages], signatures
 
 
 class _Conversion:

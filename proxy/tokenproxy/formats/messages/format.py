@@ -68,8 +68,8 @@ class MessagesFormat(Format):
             name: value if isinstance(value, msgspec.Raw) else raw(value) for name, value in options.items()
         }
         merges = template.merges_system if template else True
-        conversation = chat_messages(parsed.system, parsed.messages, merges_system=merges)
-        fields["messages"] = raw(conversation.messages)
+        messages, signatures = chat_messages(parsed.system, parsed.messages, merges_system=merges)
+        fields["messages"] = raw(messages)
         visible = visible_of(fields)
         apply_session(fields, session)
         # clients name the limits of other models. vLLM shortens an answer that does not fit after its prompt,
@@ -77,7 +77,7 @@ class MessagesFormat(Format):
         for name in ("max_tokens", "max_completion_tokens"):
             if limit is not None and (number(fields, name) or 0) > limit:
                 fields[name] = raw(limit)
-        return chat_request(request, fields, session, visible, tokens=conversation.signatures)
+        return chat_request(request, fields, session, visible, tokens=signatures)
 
 
 def chat_options(request: MessagesRequest, effort_without_thinking: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -15,7 +16,6 @@ from tokenproxy.formats.responses.records import ResponseRecord, Summary
 from tokenproxy.formats.responses.request import ResponsesRequest
 from tokenproxy.formats.translated import Translation
 from tokenproxy.record.turn import new_id
-from tokenproxy.record.vocabulary import BROKEN_OFF
 from tokenproxy.turn import wire
 
 Keep = Callable[[str, bytes], Awaitable[bool]]
@@ -54,8 +54,6 @@ class ResponsesTranslation(Translation):
         self._items = items
         self._chain = chain
         self._keep = keep
-        self._name = ""
-        self._output: Output | None = None
         self._created = int(time.time())
         self._sequence = self._before_end = 0
         self._final: Item = {}
@@ -103,7 +101,7 @@ class ResponsesTranslation(Translation):
 
     def failed(self, status: int, message: str, code: str | None) -> bytes:
         """See `Translation.failed`."""
-        response = self._response("failed", self._output.items if self._output else [])
+        response = self._response("failed", self._outputs.items)
         response["error"] = response_failure(status, message, code)
         return self._encoded([{"type": "response.failed", "response": response}])
 
@@ -130,42 +128,36 @@ class ResponsesTranslation(Translation):
         status = "incomplete" if reason else "completed"
         events = self._outputs.end(status)
         self._set_final(status, self._outputs.items, "")
-        if reason and self.finish not in BROKEN_OFF:
+        if reason and not self.broken_off:
             self._final["incomplete_details"] = {"reason": reason}
         return events
 
     def _set_final(self, status: str, output: list[Item], problem: str) -> None:
         """Set the complete response, which failed if the engine did not end it or there is a `problem`."""
-        if self.finish in BROKEN_OFF:
-            problem = f"the engine ended the turn before it was complete ({self.finish})"
+        problem = self.broken_off or problem
         self._final = self._response("failed" if problem else status, output)
         self._final["usage"] = _usage(self.usage)
         if problem:
             self._final["error"] = response_failure(500, problem, None)
 
-    @property
+    @cached_property
     def _outputs(self) -> Output:
-        if self._output is None:
-            request = self._request
-            # a stream that began early has a name of its own, because the turn had none
-            self._output = Output(
-                self._names, request.tools, summary=request.summary, encrypted=request.encrypted
-            )
-        return self._output
+        request = self._request
+        # a stream that began early has a name of its own, because the turn had none
+        return Output(self._names, request.tools, summary=request.summary, encrypted=request.encrypted)
 
     @property
     def _names(self) -> Names:
         return Names(self.turn_id or self._named.removeprefix("resp_"), self.tokens)
 
-    @property
+    @cached_property
     def _named(self) -> str:
         """The id of the response: that of its turn, or a new one if it is not recorded."""
-        self._name = self._name or response_id(self.turn_id or new_id())
-        return self._name
+        return response_id(self.turn_id or new_id())
 
     def _response(self, status: str, output: Sequence[Item]) -> Item:
         """The response object so far."""
-        fields = self._request.fields
+        fields, model = self._request.fields, self._request.read.model
         echoed = {name: raw_value(fields, name) for name in _ECHOED}
         return {
             "id": self._named,
@@ -175,7 +167,7 @@ class ResponsesTranslation(Translation):
             "background": False,
             "error": None,
             "incomplete_details": None,
-            "model": self.head.model or _model(self._request),
+            "model": self.head.model or (model if isinstance(model, str) else ""),
             "output": list(output),
             "parallel_tool_calls": raw_value(fields, "parallel_tool_calls") != b"false",
             "service_tier": "default",
@@ -203,26 +195,17 @@ class CompactionTranslation(ResponsesTranslation):
     stored summary.
     """
 
-    def __init__(
-        self,
-        request: ResponsesRequest,
-        items: Sequence[Item],
-        chain: Sequence[str],
-        keep: Keep,
-        kept: Sequence[Item] | None = None,
-    ) -> None:
-        """`kept`: the messages that stay, in the output of `/v1/responses/compact`; else None."""
-        super().__init__(request, items, chain, keep)
-        self._kept = kept
-        self._pieces: list[str] = []
-        """Of the summary."""
+    kept: Sequence[Item] | None = None
+    """The messages that stay, in the output of `/v1/responses/compact`; else None."""
+    _written = ""
+    """The summary so far."""
 
     def message(self, choice: wire.Choice) -> bytes:
         """See `Translation.message`. Raises EngineBroken."""
         response = super().message(choice)
-        if self._kept is None:
+        if self.kept is None:
             return response
-        messages = [_kept_message(item, self._named, index) for index, item in enumerate(self._kept)]
+        messages = [_kept_message(item, self._named, index) for index, item in enumerate(self.kept)]
         return msgspec.json.encode(
             {
                 "id": self._named,
@@ -247,7 +230,7 @@ class CompactionTranslation(ResponsesTranslation):
         await super().settle()
 
     def _add(self, choice: wire.Choice, message: dict[str, Any]) -> list[Event]:
-        self._pieces.append(wire.text_of(message))
+        self._written += wire.text_of(message)
         return []
 
     def _complete(self) -> list[Event]:
@@ -263,7 +246,7 @@ class CompactionTranslation(ResponsesTranslation):
 
     @property
     def _summary(self) -> str:
-        return "".join(self._pieces).strip()
+        return self._written.strip()
 
 
 def summary_message(summary: str) -> str:
@@ -279,15 +262,6 @@ def _kept_message(item: Item, response: str, index: int) -> Item:
         "id": input_item_id(response, index), "status": "completed", **item, "type": "message",
         "content": content,
     }  # fmt: skip
-
-
-def _model(request: ResponsesRequest) -> str:
-    """The model that a request names; empty if it names none."""
-    value = raw_value(request.fields, "model")
-    try:
-        return msgspec.json.decode(value, type=str) if value else ""
-    except msgspec.ValidationError:
-        return ""  # the engine refuses it
 
 
 def _usage(usage: wire.Usage) -> Item:

@@ -40,7 +40,7 @@ class ResponsesFormat(Format):
         fields = chat_fields(asked)
         messages, tokens = messages_of(recalled.earlier, self._items, recalled.summaries)
         if not messages:
-            raise BadRequest("`input` must not be empty: send at least one item", param="input")
+            raise BadRequest.of("input", "must not be empty: send at least one item")
         if asked.compact:
             messages.append({"role": "user", "content": COMPACT_PROMPT})
         if asked.read.instructions:
@@ -61,5 +61,6 @@ class ResponsesFormat(Format):
             return ResponsesTranslation(asked, items, recalled.chain, self._keep)
         if request.retry.path != COMPACT_PATH:
             return CompactionTranslation(asked, items, recalled.chain, self._keep)
-        kept = [item for item in (*recalled.earlier, *items) if item.get("role") == "user"]
-        return CompactionTranslation(asked, items, [], self._keep, kept)
+        compaction = CompactionTranslation(asked, items, [], self._keep)
+        compaction.kept = [item for item in (*recalled.earlier, *items) if item.get("role") == "user"]
+        return compaction

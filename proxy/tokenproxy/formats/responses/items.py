@@ -102,16 +102,16 @@ class _Messages:
         elif kind in COMPACTIONS:
             self._add_summary(item, at)
         else:
-            raise BadRequest(
-                f"`{at}.type` is `{kind}`, which this server does not know: it takes messages, reasoning, "
+            raise BadRequest.of(
+                f"{at}.type",
+                f"is `{kind}`, which this server does not know: it takes messages, reasoning, "
                 "function calls, custom tool calls and their outputs, and compactions",
-                param=f"{at}.type",
             )
 
     def _add_message(self, item: Item, at: str) -> None:
         role = text_field(item, "role", at)
         if role not in _ROLES:
-            raise BadRequest(f"`{at}.role` must be one of {', '.join(_ROLES)}", param=f"{at}.role")
+            raise BadRequest.of(f"{at}.role", f"must be one of {', '.join(_ROLES)}")
         if role != "assistant":
             self.messages.append({"role": role, "content": content_of(item.get("content"), f"{at}.content")})
             return
@@ -143,10 +143,10 @@ class _Messages:
     def _add_summary(self, item: Item, at: str) -> None:
         name = compaction_of(item.get("encrypted_content"))
         if name is None or name not in self._summaries:
-            raise BadRequest(
-                f"`{at}.encrypted_content` names no compacted conversation that this server keeps: it was "
+            raise BadRequest.of(
+                f"{at}.encrypted_content",
+                "names no compacted conversation that this server keeps: it was "
                 "made by another server, or is too old",
-                param=f"{at}.encrypted_content",
             )
         self.messages.append({"role": "user", "content": self._summaries[name]})
 
@@ -197,7 +197,7 @@ def as_input(value: object) -> list[Item]:
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
     if not isinstance(value, list):
-        raise BadRequest("`input` must be a string or a list of items", param="input")
+        raise BadRequest.of("input", "must be a string or a list of items")
     for index, item in enumerate(value):
         item_kind(item, f"input[{index}]")
     return value
@@ -220,7 +220,7 @@ def text_field(item: Item, name: str, at: str) -> str:
     """A field that must be a string. Raises BadRequest."""
     value = item.get(name)
     if not isinstance(value, str):
-        raise BadRequest(f"`{at}.{name}` must be a string", param=f"{at}.{name}")
+        raise BadRequest.of(f"{at}.{name}", "must be a string")
     return value
 
 
@@ -236,7 +236,7 @@ def content_of(content: object, at: str) -> str | list[Item]:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise BadRequest(f"`{at}` must be a string or a list of parts", param=at)
+        raise BadRequest.of(at, "must be a string or a list of parts")
     return [_part(part, f"{at}[{index}]") for index, part in enumerate(content)]
 
 
@@ -252,14 +252,14 @@ def joined_text(parts: object, at: str) -> str:
     for index, part in enumerate(content):
         if part["type"] != "text":
             where = f"{at}[{index}].type"
-            raise BadRequest(f"`{where}` must be that of a text: only texts are possible here", param=where)
+            raise BadRequest.of(where, "must be that of a text: only texts are possible here")
     return "".join(part["text"] for part in content)
 
 
 def kind_of(part: object, at: str) -> str:
     """The type of a part. Raises BadRequest."""
     if not isinstance(part, dict):
-        raise BadRequest(f"`{at}` must be an object", param=at)
+        raise BadRequest.of(at, "must be an object")
     return text_field(part, "type", at)
 
 
@@ -272,9 +272,8 @@ def _part(part: object, at: str) -> Item:
         return _image(part, at)
     if kind == "input_audio" and isinstance(part.get("input_audio"), dict):
         return {"type": "input_audio", "input_audio": part["input_audio"]}
-    raise BadRequest(
-        f"`{at}.type` is `{kind}`: this server takes `input_text`, `input_image` and `input_audio`",
-        param=f"{at}.type",
+    raise BadRequest.of(
+        f"{at}.type", f"is `{kind}`: this server takes `input_text`, `input_image` and `input_audio`"
     )
 
 

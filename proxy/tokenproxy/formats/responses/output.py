@@ -3,7 +3,6 @@
 An item is open while pieces of it arrive. One is open at a time: the first piece of the next one closes it.
 """
 
-from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 from tokenproxy.base.errors import EngineBroken
@@ -15,7 +14,7 @@ from tokenproxy.turn import wire
 Event = dict[str, Any]
 
 
-class _Open(ABC):
+class _Open:
     """An item to which pieces are added."""
 
     def __init__(self, name: str, index: int) -> None:
@@ -31,22 +30,6 @@ class _Open(ABC):
     def event(self, kind: str, **fields: Any) -> Event:
         """An event about this item."""
         return {"type": f"response.{kind}", "item_id": self.name, "output_index": self.index, **fields}
-
-    @abstractmethod
-    def item(self, status: str) -> Item:
-        """The item; without its pieces if its status is `in_progress`."""
-
-    def begin(self) -> list[Event]:
-        """The events before the first piece."""
-        return []
-
-    @abstractmethod
-    def add(self, piece: str, logprobs: list[Item]) -> list[Event]:
-        """The events for the next piece, and its log-probabilities if it is text."""
-
-    @abstractmethod
-    def end(self) -> list[Event]:
-        """The events after the last piece."""
 
 
 class _Kind(NamedTuple):
@@ -82,6 +65,7 @@ class _Text(_Open):
         self._position = {f"{kind.parts}_index": 0}
 
     def item(self, status: str) -> Item:
+        """The item; without its text if its status is `in_progress`."""
         kind = self.kind
         parts = {kind.parts: [] if status == "in_progress" else [self._part(self.text)]}
         if kind in (_MESSAGE, _REFUSAL):
@@ -90,15 +74,18 @@ class _Text(_Open):
         return {**reasoning, "encrypted_content": self._encrypted, "status": status}
 
     def begin(self) -> list[Event]:
+        """The events before the first piece."""
         return [self.event(f"{self.kind.part}.added", **self._position, part=self._part(""))]
 
     def add(self, piece: str, logprobs: list[Item]) -> list[Event]:
+        """The events for the next piece."""
         self._pieces.append(piece)
         self._logprobs += logprobs
         more = {"logprobs": logprobs} if self.kind is _MESSAGE else {}
         return [self.event(f"{self.kind.text}.delta", **self._position, delta=piece, **more)]
 
     def end(self) -> list[Event]:
+        """The events after the last piece."""
         text = {self.kind.field: self.text}
         if self.kind is _MESSAGE:
             text["logprobs"] = self._logprobs  # type: ignore[assignment]
@@ -127,15 +114,22 @@ class _Call(_Open):
             self._fields["namespace"] = space
 
     def item(self, status: str) -> Item:
+        """The item; without its arguments if its status is `in_progress`."""
         text = "" if status == "in_progress" else self._text
         kind, field = ("custom_tool_call", "input") if self._custom else ("function_call", "arguments")
         return {"id": self.name, "type": kind, "status": status, field: text, **self._fields}
 
-    def add(self, piece: str, logprobs: list[Item]) -> list[Event]:
+    def begin(self) -> list[Event]:
+        """A call has no events before its first piece."""
+        return []
+
+    def add(self, piece: str) -> list[Event]:
+        """The events for the next piece of its arguments."""
         self._pieces.append(piece)
         return [] if self._custom else [self.event("function_call_arguments.delta", delta=piece)]
 
     def end(self) -> list[Event]:
+        """The events after the last piece."""
         text = self._text
         if not self._custom:
             return [self.event("function_call_arguments.done", name=self._function, arguments=text)]
@@ -166,7 +160,7 @@ class Output:
         self._tools = tools
         self._reasoning = _SUMMARY if summary else _REASONING
         self._encrypted = encrypted
-        self._open: _Open | None = None
+        self._open: _Text | _Call | None = None
         self._call_index: int | None = None
         """Of the open call, as the engine counts."""
         self._closed_calls: set[int] = set()
@@ -207,11 +201,12 @@ class Output:
 
     def _add_text(self, kind: _Kind, text: str, logprobs: list[Item]) -> list[Event]:
         events: list[Event] = []
-        if not isinstance(self._open, _Text) or self._open.kind is not kind:
+        opened = self._open
+        if not isinstance(opened, _Text) or opened.kind is not kind:
             events = self._close("completed")
-            events += self._begin(self._new_text(kind))
-        assert self._open is not None
-        return events + self._open.add(text, logprobs)
+            opened = self._new_text(kind)
+            events += self._begin(opened)
+        return events + opened.add(text, logprobs)
 
     def _new_text(self, kind: _Kind) -> _Text:
         index = len(self.items)
@@ -223,7 +218,8 @@ class Output:
     def _add_call(self, call: wire.CallPiece) -> list[Event]:
         """The events for a piece of a call, or for a whole call."""
         events: list[Event] = []
-        if call.position != self._call_index or not isinstance(self._open, _Call):
+        opened = self._open
+        if call.position != self._call_index or not isinstance(opened, _Call):
             if call.position in self._closed_calls:
                 raise EngineBroken("the engine continued a tool call after it began another one")
             own = self._names.call(call.id, call.position) if call.id else None
@@ -235,12 +231,12 @@ class Output:
             index, tools = len(self.items), self._tools
             kind = "custom_tool_call" if call.name in tools.custom else "function_call"
             name = self._names.item(kind, index)
-            events += self._begin(_Call(name, index, identity, call.name, tools))
+            opened = _Call(name, index, identity, call.name, tools)
+            events += self._begin(opened)
             self._call_index = call.position
-        assert self._open is not None
-        return events + self._open.add(call.arguments, []) if call.arguments else events
+        return events + opened.add(call.arguments) if call.arguments else events
 
-    def _begin(self, opened: _Open) -> list[Event]:
+    def _begin(self, opened: _Text | _Call) -> list[Event]:
         self._open = opened
         added = {"type": "response.output_item.added", "output_index": opened.index}
         return [{**added, "item": opened.item("in_progress")}, *opened.begin()]

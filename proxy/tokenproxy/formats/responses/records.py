@@ -125,10 +125,7 @@ def resolved(items: list[Item], known: Mapping[str, Item]) -> list[Item]:
         elif isinstance(name := item.get("id"), str) and name in known:
             found.append(known[name])
         else:
-            raise BadRequest(
-                f"`input[{index}].id` names no stored item: send the item itself",
-                param=f"input[{index}].id",
-            )
+            raise BadRequest.of(f"input[{index}].id", "names no stored item: send the item itself")
     return found
 
 

@@ -97,6 +97,8 @@ class _Reasoning(msgspec.Struct):
 class _Fields(msgspec.Struct):
     """The fields that are read."""
 
+    model: Any = None
+    """The engine refuses what is no name."""
     input: Any = None
     previous_response_id: str | None = None
     instructions: str | None = None
@@ -164,12 +166,12 @@ def read_request(body: bytes, *, compact: bool = False) -> ResponsesRequest:
     asked, fields = decode(body, _decode), parse(body)
     for name, reason in _NOT_HERE.items():
         if raw_value(fields, name) not in (None, b"false"):
-            raise BadRequest(f"`{name}` is not supported: {reason}", param=name)
+            raise BadRequest.of(name, f"is not supported: {reason}")
     if asked.input is None and asked.previous_response_id is None:
-        raise BadRequest("`input` is required", param="input")
+        raise BadRequest.of("input", "is required")
     items = as_input([] if asked.input is None else asked.input)
     if not items and asked.previous_response_id is None:
-        raise BadRequest("`input` must not be empty: send at least one item", param="input")
+        raise BadRequest.of("input", "must not be empty: send at least one item")
     for index, item in enumerate(items[:-1]):
         if item_kind(item, f"input[{index}]") == TRIGGER:
             raise BadRequest(f"`input[{index}]` must be the last item", param=f"input[{index}].type")
@@ -214,13 +216,11 @@ def _response_format(form: _Format | None) -> Item | None:
     if form.type == "json_object":
         return {"type": "json_object"}
     if form.type != "json_schema":
-        raise BadRequest(
-            "`text.format.type` must be text, json_schema or json_object", param="text.format.type"
-        )
+        raise BadRequest.of("text.format.type", "must be text, json_schema or json_object")
     if form.schema is None:
-        raise BadRequest("`text.format.schema` is required", param="text.format.schema")
+        raise BadRequest.of("text.format.schema", "is required")
     if form.name is None:
-        raise BadRequest("`text.format.name` is required", param="text.format.name")
+        raise BadRequest.of("text.format.name", "is required")
     schema = {
         "name": form.name,
         "schema": form.schema,
@@ -272,10 +272,9 @@ def tools_of(tools: list[Any]) -> Tools:
                     spaces[flat_name(space, name)] = (space, name)
                     functions.append(_function(inner, flat_name(space, name)))
         elif not kind.startswith(_LEFT_OUT):
-            raise BadRequest(
-                f"`{at}.type` is `{kind}`, which this server does not run: it takes `function`, `custom` "
-                "and `namespace`",
-                param=f"{at}.type",
+            raise BadRequest.of(
+                f"{at}.type",
+                f"is `{kind}`, which this server does not run: it takes `function`, `custom` and `namespace`",
             )
     return Tools(functions, frozenset(custom), spaces)
 
@@ -290,21 +289,18 @@ def choice_of(choice: object, tools: Tools) -> object:
         return None
     if isinstance(choice, str):
         if choice not in ("auto", "none", "required"):
-            raise BadRequest("`tool_choice` must be auto, none, required or an object", param="tool_choice")
+            raise BadRequest.of("tool_choice", "must be auto, none, required or an object")
         if not tools.functions:
-            raise BadRequest(f"`tool_choice` is {choice}, and there are no `tools`", param="tool_choice")
+            raise BadRequest.of("tool_choice", f"is {choice}, and there are no `tools`")
         return choice
     kind = kind_of(choice, "tool_choice")
     assert isinstance(choice, dict)
     if kind not in ("function", "custom"):
-        raise BadRequest(
-            f"`tool_choice.type` is `{kind}`: this server takes `function` and `custom`",
-            param="tool_choice.type",
-        )
+        raise BadRequest.of("tool_choice.type", f"is `{kind}`: this server takes `function` and `custom`")
     name = text_field(choice, "name", "tool_choice")
     matching = [flat for flat, (_, local) in tools.spaces.items() if local == name]
     if name not in tools.names and len(matching) != 1:
-        raise BadRequest(f"`tool_choice` names `{name}`, which is not in `tools`", param="tool_choice")
+        raise BadRequest.of("tool_choice", f"names `{name}`, which is not in `tools`")
     return {"type": "function", "function": {"name": name if name in tools.names else matching[0]}}
 
 
@@ -316,10 +312,10 @@ def _function(tool: Item, name: str) -> Item:
 def _custom(tool: Item, at: str) -> Item:
     form = tool.get("format")
     if isinstance(form, dict) and form.get("type") == "grammar":
-        raise BadRequest(
-            f"`{at}.format` is a grammar, which no engine follows here: give the tool the format `text`, or "
+        raise BadRequest.of(
+            f"{at}.format",
+            "is a grammar, which no engine follows here: give the tool the format `text`, or "
             "make it a function",
-            param=f"{at}.format",
         )
     name = text_field(tool, "name", at)
     return _function({**tool, "parameters": _CUSTOM_PARAMETERS, "strict": None}, name)
@@ -328,5 +324,5 @@ def _custom(tool: Item, at: str) -> Item:
 def _list(tool: Item, name: str, at: str) -> list[Any]:
     value = tool.get(name)
     if not isinstance(value, list):
-        raise BadRequest(f"`{at}.{name}` must be a list", param=f"{at}.{name}")
+        raise BadRequest.of(f"{at}.{name}", "must be a list")
     return value

@@ -41,7 +41,7 @@ def _call(arguments: str = "{}", identity: str = "c1") -> Message:
 def _converted(*messages: Message, system: Any = None, merges_system: bool = False) -> list[Message]:
     body = {"model": "m", "messages": list(messages), "system": system}
     request = read_request(json.dumps(body).encode())
-    return chat_messages(request.system, request.messages, merges_system=merges_system).messages
+    return chat_messages(request.system, request.messages, merges_system=merges_system)[0]
 
 
 _CACHED = {"cache_control": {"type": "ephemeral"}}
@@ -144,5 +144,5 @@ def test_signatures_belong_to_messages() -> None:
     messages = [user("a"), assistant(*signed), user(_result("3"), _text("b")), assistant("c")]
     body = {"model": "m", "messages": messages, "system": "p"}
     request = read_request(json.dumps(body).encode())
-    found = chat_messages(request.system, request.messages, merges_system=False)
-    assert found.signatures == {2: ("s", "t")}
+    _, signatures = chat_messages(request.system, request.messages, merges_system=False)
+    assert signatures == {2: ("s", "t")}
