@@ -48,7 +48,8 @@ def _navigation(index: str) -> Iterator[str]:
         title, _, rows = section.partition("\n")
         pages = [normpath(f"docs/{link}") for link in re.findall(r"\]\(([\w./-]+)\.md\)", rows)]
         entries = "\n".join("docs/README" if page == root_doc else page for page in pages)
-        yield f"\n\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n{entries}\n```\n"
+        entries = re.sub(r"(docs/.+/)README", r"\1README\n\1*", entries)  # with the other pages of its folder
+        yield f"\n\n```{{toctree}}\n:hidden:\n:glob:\n:caption: {title}\n\n{entries}\n```\n"
 
 
 def _routes() -> Iterator[str]:
