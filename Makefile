@@ -1,6 +1,6 @@
 # What a person and CI run. `make` alone lists the targets; ARGS goes to pytest, e.g. make test-fast ARGS="-k splice".
 .DEFAULT_GOAL := help
-.PHONY: help dev install demo train-demo serve test test-fast campaign coverage lint format templates bench clean
+.PHONY: help dev install demo train-demo serve test test-fast campaign coverage lint docs format templates bench clean
 
 PORT ?= 8100
 ARGS ?=
@@ -40,8 +40,11 @@ campaign:  ## every long test, part by part, an hour; results in .cache/campaign
 coverage: dev  ## what the fast tests cover, line by line
 	@scripts/coverage $(ARGS)
 
-lint: dev  ## ruff and mypy
+lint: dev  ## ruff, mypy, and the documentation's links
 	@scripts/lint
+
+docs: dev  ## the documentation as a site, in build/docs
+	@scripts/docs
 
 format: dev  ## let ruff fix and format the code
 	@.venv/bin/ruff check --fix .

@@ -1,5 +1,6 @@
 """The application as a whole: its OpenAPI page, the order in which it closes."""
 
+import re
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,8 +18,19 @@ from tokenproxy.web.routes import all_routes
 def test_the_page_shows_the_routes_of_the_proxy(client: httpx.Client) -> None:
     page = client.get("/openapi.json").json()
     assert page["info"] == {"title": "tokenproxy", "version": __version__}
-    own = {route.path for route in all_routes() if not route.catches_all and "viewer" not in route.path}
-    assert set(page["paths"]) == own
+    own = {
+        (route.path, method.lower())
+        for route in all_routes()
+        if not route.catches_all and "viewer" not in route.path
+        for method in route.methods
+        if method != "HEAD"
+    }
+    operations = {
+        (path, method): operation for path, of in page["paths"].items() for method, operation in of.items()
+    }
+    assert set(operations) == own
+    for (path, _), operation in operations.items():
+        assert [each["name"] for each in operation["parameters"]] == re.findall(r"{(\w+)}", path)
 
 
 def test_root_path_of_another_proxy_is_removed(fake: FakeVllm) -> None:

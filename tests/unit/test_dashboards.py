@@ -1,4 +1,4 @@
-"""The Grafana dashboard, Prometheus' configuration and the services fit the metrics that exist."""
+"""Dashboard, alerts, Prometheus' configuration and the services fit the metrics that exist."""
 
 import json
 import re
@@ -15,9 +15,11 @@ from tokenproxy.monitoring.metrics import Metrics
 _ROOT = Path(__file__).parents[2]
 _DASHBOARD: dict[str, Any] = json.loads((_ROOT / "config" / "grafana-dashboard.json").read_text())
 _EXPRESSIONS = [target["expr"] for panel in _DASHBOARD["panels"] for target in panel["targets"]]
+_ALERTS: dict[str, Any] = yaml.safe_load((_ROOT / "config" / "alerts.yml").read_text())
+_RULES = [rule for group in _ALERTS["groups"] for rule in group["rules"]]
 _COMPOSE: dict[str, Any] = yaml.safe_load((_ROOT / "docker-compose.yml").read_text())
 _SUFFIXES = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
-_OF_PROMETHEUS = {"instance", "le"}
+_OF_PROMETHEUS = {"instance", "job", "le"}
 """Labels that Prometheus or the kind of a metric adds."""
 
 
@@ -41,14 +43,26 @@ def _labels(series: str) -> set[str]:
     return set(labels)
 
 
-@pytest.mark.parametrize("expression", _EXPRESSIONS)
-def test_every_metric_and_label_of_the_dashboard_exists(expression: str) -> None:
-    [name] = set(re.findall(r"tokenproxy_\w+", expression))
-    assert name in _series()
+@pytest.mark.parametrize("expression", [*_EXPRESSIONS, *(rule["expr"] for rule in _RULES)])
+def test_every_metric_and_label_exists(expression: str) -> None:
+    names = set(re.findall(r"tokenproxy_\w+", expression))
+    assert names <= _series()
     groups = re.findall(r"by \(([\w, ]+)\)", expression)
-    selected = re.findall(r"(\w+)(?:=~|=|!=)\"", expression)
+    selected = re.findall(r"(\w+)(?:=~|=|!=|!~)\"", expression)
     used = {label.strip() for group in groups for label in group.split(",")} | set(selected)
-    assert used - _labels(name) - _OF_PROMETHEUS == set()
+    assert used - _OF_PROMETHEUS <= set.union(set(), *map(_labels, names))
+
+
+@pytest.mark.parametrize("rule", _RULES, ids=lambda rule: rule["alert"])
+def test_every_alert_leads_to_a_section(rule: dict[str, Any]) -> None:
+    page, anchor = rule["annotations"]["docs"].split("#")
+    titles = re.findall(r"(?m)^#+ (.+)$", (_ROOT / page).read_text())
+    assert anchor in [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]
+
+
+def test_kubernetes_has_the_same_alerts() -> None:
+    path = _ROOT / "deploy" / "kubernetes" / "monitoring" / "alerts.yaml"
+    assert yaml.safe_load(path.read_text())["spec"] == _ALERTS
 
 
 def test_every_metric_is_in_the_dashboard() -> None:

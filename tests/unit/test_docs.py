@@ -114,12 +114,6 @@ def test_commands_of_make_exist(page: Path) -> None:
     assert {word for command in commands for word in command.split()} <= targets
 
 
-@every_page
-def test_links_lead_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)", page.read_text())
-    assert [link for link in links if not (page.parent / link).exists()] == []
-
-
 def test_the_table_of_admin_calls() -> None:
     """The same rows as in the code, in the same order."""
     page = (_ROOT / "docs" / "weights.md").read_text()

@@ -21,7 +21,7 @@ _OVERLAYS = sorted(path.name for path in (_KUBERNETES / "overlays").iterdir())
 _FOLDERS = sorted(path.parent for path in _KUBERNETES.glob("**/kustomization.yaml"))
 _VERSIONS = ["1.30", kubernetes_validate.latest_version()]
 """The oldest that runs the pre-stop hooks (`sleep`), and the newest that the schemas know."""
-_WITHOUT_SCHEMA = {"ServiceMonitor"}
+_WITHOUT_SCHEMA = {"ServiceMonitor", "PrometheusRule"}
 """Kinds of prometheus-operator."""
 _UNITS = {"gb": 2**30, "Mi": 2**20, "Gi": 2**30}
 

@@ -1,5 +1,6 @@
 """The list of all routes. A new route is a class in a file of its own and a line here."""
 
+import re
 from collections.abc import Callable, Collection, Mapping
 
 from fastapi import FastAPI
@@ -114,6 +115,10 @@ def _api_route(route: Route, method: str, endpoint: ASGIApp) -> APIRoute:
     async def described() -> None:
         """What FastAPI's OpenAPI page examines."""
 
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)", route.path)
+    ]
     added = APIRoute(
         route.path,
         described,
@@ -121,8 +126,8 @@ def _api_route(route: Route, method: str, endpoint: ASGIApp) -> APIRoute:
         name=type(route).__name__,
         summary=route.summary or None,
         description=route.description,
-        openapi_extra=route.openapi or None,
-        include_in_schema=route.is_public and not route.catches_all and method == route.methods[0],
+        openapi_extra={"parameters": parameters, **route.openapi},
+        include_in_schema=route.is_public and not route.catches_all and method != "HEAD",
         response_model=None,
     )
     added.app = endpoint
