@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from tokenproxy.samples.samples import Sample
+from tokenproxy.samples.turn_by_turn import atif_agent, atif_steps, atif_totals, openenv_turns
 
 Row = dict[str, Any]
 
@@ -198,11 +199,45 @@ Source: skyrl 0.3.0, skyrl/train/generators/base.py: `GeneratorOutput`;
 skyrl/train/utils/trainer_utils.py: `validate_generator_output`.
 """
 
+OPENENV = Layout(
+    {
+        "schema_version": Column("integer", lambda sample: 1),
+        "turns": Column("json", lambda sample: openenv_turns(sample, _identity(sample))),
+    }
+)
+"""OpenEnv's `TrainingTrace`, which a session's `fetch_training_trace` returns: `TrainingTrace(**row)`.
+
+Its `to_trace_entries()` are the entries that OpenEnv's own capture returns.
+
+Source: openenv 0.10.0, openenv/core/harness/training.py: `TrainingTrace`;
+openenv/core/harness/capture/contract.py: `to_trace_entries`.
+"""
+
+ATIF = Layout(
+    {
+        "schema_version": Column("text", lambda sample: "ATIF-v1.8"),
+        "session_id": Column("text", lambda sample: sample.rollout),
+        "trajectory_id": Column("text", lambda sample: sample.leaf),
+        "agent": Column("json", atif_agent),
+        "steps": Column("json", atif_steps),
+        "final_metrics": Column("json", atif_totals),
+        "extra": Column("json", lambda sample: {"reward": sample.reward, **_identity(sample)}),
+    }
+)
+"""A trajectory in harbor's interchange format: each row is what a file `trajectory.json` holds.
+
+`agent` has the name and version that the session's metadata state as `agent_name` and `agent_version`.
+
+Source: harbor 0.26.0, harbor/models/trajectories/; rfcs/0001-trajectory-format.md.
+"""
+
 LAYOUTS: Mapping[str, Layout] = {
     "plain": PLAIN,
     "trl": TRL,
     "verl": VERL,
     "prime-rl": PRIME_RL,
     "skyrl": SKYRL,
+    "openenv": OPENENV,
+    "atif": ATIF,
 }
 """Every layout by its name on the command line."""

@@ -1,4 +1,4 @@
-"""The `rollout_func` of docs/neighbours.md returns what TRL's GRPOTrainer reads."""
+"""The `rollout_func` of docs/trainers/trl.md returns what TRL's GRPOTrainer reads."""
 
 import re
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import pytest
 from tests.support.fake_vllm import Reply
 from tests.support.talk import Talk, user
 
-_PAGE = Path(__file__).parents[3] / "docs" / "neighbours.md"
+_PAGE = Path(__file__).parents[3] / "docs" / "trainers" / "trl.md"
 
 
 def test_the_rollout_func_of_the_page(talk: Callable[..., Talk], monkeypatch: pytest.MonkeyPatch) -> None:
