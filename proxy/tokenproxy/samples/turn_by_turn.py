@@ -34,7 +34,12 @@ def openenv_turns(sample: Sample, metadata: dict[str, Any]) -> list[dict[str, An
             "per_token_logps": turn.logprobs,
             "loss_mask": [0] * len(turn.prompt) + [int(turn.span.trained)] * len(turn.ids),
             **_exchange(sample, turn.span),
-            "metadata": {**metadata, "reward": sample.reward, "temperature": turn.span.temperature},
+            "metadata": {
+                **metadata,
+                "node_id": turn.span.id,
+                "reward": sample.reward,
+                "temperature": turn.span.temperature,
+            },
         }
         for turn in _turns(sample)
     ]
