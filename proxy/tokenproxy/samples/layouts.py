@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from tokenproxy.samples.samples import Sample
-from tokenproxy.samples.turn_by_turn import atif_agent, atif_steps, atif_totals, openenv_turns
+from tokenproxy.samples.turn_by_turn import atif_agent, atif_steps, openenv_turns
 
 Row = dict[str, Any]
 
@@ -220,7 +220,6 @@ ATIF = Layout(
         "trajectory_id": Column("text", lambda sample: sample.leaf),
         "agent": Column("json", atif_agent),
         "steps": Column("json", atif_steps),
-        "final_metrics": Column("json", atif_totals),
         "extra": Column("json", lambda sample: {"reward": sample.reward, **_identity(sample)}),
     }
 )

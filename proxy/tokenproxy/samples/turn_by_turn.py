@@ -56,14 +56,6 @@ def atif_agent(sample: Sample) -> dict[str, Any]:
     }
 
 
-def atif_totals(sample: Sample) -> dict[str, Any]:
-    """ATIF's `final_metrics`."""
-    return {
-        "total_prompt_tokens": sum(len(sample.prompt_ids) + span.start for span in sample.turns),
-        "total_completion_tokens": sum(span.end - span.start for span in sample.turns),
-    }
-
-
 def atif_steps(sample: Sample) -> list[dict[str, Any]]:
     """ATIF's `steps`: a message each, but for results of tools, which belong to the step that called them.
 

@@ -97,7 +97,6 @@ _ROWS: dict[str, dict[str, Any]] = {
                 },
             },
         ],
-        "final_metrics": {"total_prompt_tokens": 7, "total_completion_tokens": 4},
         "extra": {"reward": 0.5, **_ORIGIN},
     },
 }
