@@ -163,15 +163,15 @@ PRIME_RL = Layout(
         "reward": Column("number", lambda sample: sample.reward),
     }
 )
-"""The arguments of prime-rl's `TrainingSample`, and the trace's reward.
+"""The arguments of prime-rl's `TrainingSample`, and the trace's id, branch and reward.
 
 prime-rl does not separate prompt and completion: `token_ids` is the whole sequence, `mask` is true on ids
 to train on, `logprobs` 0.0 on ids that were not sampled. `temperatures` is empty, as prime-rl's own
 `trace_to_samples` leaves it: the orchestrator fills it in. The orchestrator also computes `advantages`
-from the reward, which is not a field of the struct: `reward = row.pop("reward")`. `env_name` is taken
-from the session's metadata.
+from the reward, which is not a field of the struct: `reward = row.pop("reward")`. Nor are `trace_id` and
+`branch_index` in prime-rl 559b447 (2026-08-21). `env_name` is taken from the session's metadata.
 
-Source: prime-rl, src/prime_rl/transport/types.py: `TrainingSample`;
+Source: prime-rl, src/prime_rl/transports/rollouts/types.py: `TrainingSample`;
 src/prime_rl/orchestrator/trajectories.py: `trace_to_samples`; src/prime_rl/orchestrator/train_sink.py;
 verifiers, verifiers/v1/trace.py: `Branch.logprobs`.
 """
