@@ -3,10 +3,12 @@
 import ast
 import inspect
 import re
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 from prometheus_client import Counter
 from prometheus_client.metrics import MetricWrapperBase
 
@@ -95,6 +97,14 @@ def test_python_in_the_pages_imports_public_names() -> None:
         for node in ast.walk(ast.parse(code)):
             if isinstance(node, ast.ImportFrom) and node.module == "chat_tokenizer":
                 assert {alias.name for alias in node.names} <= set(chat_tokenizer.__all__)
+
+
+@pytest.mark.parametrize("language, read", [("yaml", yaml.safe_load_all), ("toml", tomllib.loads)])
+def test_configurations_in_the_pages_can_be_read(
+    language: str, read: Callable[[str], Iterable[object]]
+) -> None:
+    blocks = re.findall(rf"```{language}\n(.*?)```", _TEXT, re.DOTALL)
+    assert blocks and all(list(read(block)) for block in blocks)
 
 
 def test_metrics_that_are_documented_exist() -> None:

@@ -238,7 +238,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--layout",
-        choices=("plain", "trl", "verl", "prime-rl", "skyrl"),
+        choices=("plain", "trl", "verl", "prime-rl", "skyrl", "openenv", "atif"),
         default="plain",
         help="the trainer whose field names to use (default: %(default)s, with all fields)",
     )

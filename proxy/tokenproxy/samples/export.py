@@ -24,7 +24,7 @@ SESSIONS_AT_ONCE = 200
 """Number of sessions that are read from the store at a time."""
 
 IDS_AT_ONCE = 2**20
-"""Number of ids after which a Parquet row group is written."""
+"""Number of ids and of characters of nested JSON after which a Parquet row group is written."""
 
 _MEANINGS = {str(problem): problem.meaning for problem in Problem}
 
@@ -87,10 +87,10 @@ class Parquet:
         self._held = 0
 
     def write(self, row: Row) -> None:
-        """Add a row; write a row group once its rows hold IDS_AT_ONCE ids."""
+        """Add a row; write a row group once its rows hold IDS_AT_ONCE ids and characters of JSON."""
         nested = {name: msgspec.json.encode(row[name]).decode() for name in self._nested}
         self._rows.append({**row, **nested})
-        self._held += sum(len(row[name]) for name in self._ids)
+        self._held += sum(len(row[name]) for name in self._ids) + sum(map(len, nested.values()))
         if self._held >= IDS_AT_ONCE:
             self._write_group()
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from tokenproxy.samples.samples import Sample
+from tokenproxy.samples.turn_by_turn import atif_agent, atif_steps, openenv_turns
 
 Row = dict[str, Any]
 
@@ -162,15 +163,15 @@ PRIME_RL = Layout(
         "reward": Column("number", lambda sample: sample.reward),
     }
 )
-"""The arguments of prime-rl's `TrainingSample`, and the trace's reward.
+"""The arguments of prime-rl's `TrainingSample`, and the trace's id, branch and reward.
 
 prime-rl does not separate prompt and completion: `token_ids` is the whole sequence, `mask` is true on ids
 to train on, `logprobs` 0.0 on ids that were not sampled. `temperatures` is empty, as prime-rl's own
 `trace_to_samples` leaves it: the orchestrator fills it in. The orchestrator also computes `advantages`
-from the reward, which is not a field of the struct: `reward = row.pop("reward")`. `env_name` is taken
-from the session's metadata.
+from the reward, which is not a field of the struct: `reward = row.pop("reward")`. Nor are `trace_id` and
+`branch_index` in prime-rl 559b447 (2026-08-21). `env_name` is taken from the session's metadata.
 
-Source: prime-rl, src/prime_rl/transport/types.py: `TrainingSample`;
+Source: prime-rl, src/prime_rl/transports/rollouts/types.py: `TrainingSample`;
 src/prime_rl/orchestrator/trajectories.py: `trace_to_samples`; src/prime_rl/orchestrator/train_sink.py;
 verifiers, verifiers/v1/trace.py: `Branch.logprobs`.
 """
@@ -198,11 +199,44 @@ Source: skyrl 0.3.0, skyrl/train/generators/base.py: `GeneratorOutput`;
 skyrl/train/utils/trainer_utils.py: `validate_generator_output`.
 """
 
+OPENENV = Layout(
+    {
+        "schema_version": Column("integer", lambda sample: 1),
+        "turns": Column("json", lambda sample: openenv_turns(sample, _identity(sample))),
+    }
+)
+"""OpenEnv's `TrainingTrace`, which a session's `fetch_training_trace` returns: `TrainingTrace(**row)`.
+
+Its `to_trace_entries()` are the entries that OpenEnv's own capture returns.
+
+Source: openenv 0.10.0, openenv/core/harness/training.py: `TrainingTrace`;
+openenv/core/harness/capture/contract.py: `to_trace_entries`.
+"""
+
+ATIF = Layout(
+    {
+        "schema_version": Column("text", lambda sample: "ATIF-v1.8"),
+        "session_id": Column("text", lambda sample: sample.rollout),
+        "trajectory_id": Column("text", lambda sample: sample.leaf),
+        "agent": Column("json", atif_agent),
+        "steps": Column("json", atif_steps),
+        "extra": Column("json", lambda sample: {"reward": sample.reward, **_identity(sample)}),
+    }
+)
+"""A trajectory in harbor's interchange format: each row is what a file `trajectory.json` holds.
+
+`agent` has the name and version that the session's metadata state as `agent_name` and `agent_version`.
+
+Source: harbor 0.26.0, harbor/models/trajectories/; rfcs/0001-trajectory-format.md.
+"""
+
 LAYOUTS: Mapping[str, Layout] = {
     "plain": PLAIN,
     "trl": TRL,
     "verl": VERL,
     "prime-rl": PRIME_RL,
     "skyrl": SKYRL,
+    "openenv": OPENENV,
+    "atif": ATIF,
 }
 """Every layout by its name on the command line."""

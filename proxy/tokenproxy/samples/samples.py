@@ -18,7 +18,7 @@ continue are in the samples too, with a mask of 0; turns that no selected one co
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -59,6 +59,8 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     """The stop string or token that ended the turn, as vLLM reports it."""
     reward: float | None = None
     """The turn's own reward."""
+    message_index: int | None = None
+    """Index of what it sampled in the sample's `messages`; None if these cannot be read."""
     logprobs_mode: str = ""
     """The server's `--logprobs-mode`; empty if unknown."""
     weight_versions: list[WeightSpan]
@@ -287,8 +289,8 @@ def _sample(
         links: those of `links_of`.
         delivered: digests of the images that earlier samples hold; those of this sample are added.
     """
-    joined = _join(path, trained, classes, rewards)
-    messages, tools, template_kwargs = last_request(path)
+    messages, answers, tools, template_kwargs = last_request(path)
+    joined = _join(path, trained, classes, rewards, answers)
     images = [image for turn in path for image in turn.images]
     image_data = {image.digest: image.image.url for image in images if image.digest not in delivered}
     delivered.update(image_data)
@@ -336,17 +338,22 @@ class _Joined(NamedTuple):
 
 
 def _join(
-    path: Sequence[Turn], trained: set[str], classes: Mapping[str, str], rewards: Mapping[str, float]
+    path: Sequence[Turn],
+    trained: set[str],
+    classes: Mapping[str, str],
+    rewards: Mapping[str, float],
+    answers: Sequence[int],
 ) -> _Joined:
-    """Join the turns of a path. Arguments are those of `_sample`."""
+    """Join the turns of a path. Arguments are those of `_sample` and the `answers` of `last_request`."""
     ids, mask, logprobs, spans = joined = _Joined([], [], [], [])
-    for turn in path:
+    for turn, answer in zip_longest(path, answers):
         if spans:  # what the first turn appended is the sample's prompt
             appended = unpack_ids(turn.appended)
             ids.extend(appended)
             mask.extend([0] * len(appended))
             logprobs.extend([None] * len(appended))
-        spans.append(_span(turn, len(ids), turn.id in trained, classes[turn.id], rewards.get(turn.id)))
+        span = _span(turn, len(ids), turn.id in trained, classes[turn.id], rewards.get(turn.id), answer)
+        spans.append(span)
         ids.extend(unpack_ids(turn.completion))
         mask.extend([int(turn.id in trained)] * turn.completion_tokens)
         logprobs.extend(unpack_logprobs(turn.logprobs))
@@ -357,13 +364,16 @@ def _name(session: Session | None, turn: Turn) -> str:
     return session.name if session else turn.rollout
 
 
-def _span(turn: Turn, start: int, trained: bool, request_class: str, reward: float | None) -> TurnSpan:
+def _span(
+    turn: Turn, start: int, trained: bool, request_class: str, reward: float | None, answer: int | None
+) -> TurnSpan:
     return TurnSpan(
         id=turn.id,
         start=start,
         end=start + turn.completion_tokens,
         trained=trained,
         reward=reward,
+        message_index=answer,
         weight_versions=[
             WeightSpan(span.version, start + span.start, start + span.end) for span in turn.weight_versions
         ],

@@ -4,7 +4,7 @@ request of a path: its messages, tools and template arguments, as they were reco
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -19,6 +19,17 @@ class Fault(msgspec.Struct, frozen=True):
 
     turn: str
     reason: str
+
+
+class LastRequest(NamedTuple):
+    """What `last_request` returns. None for what cannot be read."""
+
+    messages: list[Any] | None
+    """All messages, the last turn's answer included."""
+    answers: list[int]
+    """For each turn the index of its answer in `messages`; empty if these cannot be read."""
+    tools: list[Any] | None
+    template_kwargs: dict[str, Any] | None
 
 
 class TurnTree:
@@ -83,22 +94,20 @@ def path_of(turn: Turn, turns: Mapping[str, Turn]) -> list[Turn]:
     return list(path.values())[::-1]
 
 
-def last_request(path: Sequence[Turn]) -> tuple[list[Any] | None, list[Any] | None, dict[str, Any] | None]:
-    """What the last request of a path holds.
-
-    Returns:
-        all messages, the last turn's answer included; the tools; the chat template's arguments. None for what
-        cannot be read.
-    """
+def last_request(path: Sequence[Turn]) -> LastRequest:
+    """What the last request of a path holds, and the last turn's answer to it."""
     conversation: list[Any] | None = []
+    answers: list[int] = []
     for turn in path:
         messages, message = parsed(turn.messages, list), parsed(turn.message, dict)
         if conversation is None or messages is None or message is None:
             conversation = None
         else:
+            answers.append(len(conversation) + len(messages))
             conversation += [*messages, message]
     tools = parsed(_last_stated(turn.tools for turn in path) or b"[]", list)
-    return conversation, tools, parsed(_last_stated(turn.template_kwargs for turn in path) or b"{}", dict)
+    kwargs = parsed(_last_stated(turn.template_kwargs for turn in path) or b"{}", dict)
+    return LastRequest(conversation, [] if conversation is None else answers, tools, kwargs)
 
 
 def parsed(stored: bytes, kind: type[T]) -> T | None:

@@ -99,7 +99,7 @@ def _rendered(path: Sequence[Turn], tokenizer: ChatTokenizer) -> list[int] | str
         return "the first turns of this conversation are missing: deleted, or evicted"
     if any(turn.images for turn in path):
         return "the prompt holds images, which the template alone does not render to ids"
-    messages, tools, kwargs = last_request(path)
+    messages, _answers, tools, kwargs = last_request(path)
     if messages is None or tools is None or kwargs is None:
         return "the recorded messages, tools or template arguments cannot be read"
     if not messages[:-1]:

@@ -161,14 +161,10 @@ def _images(sample: Sample, start: int, end: int) -> tuple[PromptImage, ...]:
 
 
 def _messages(sample: Sample) -> list[tuple[list[Any], dict[str, Any]]]:
-    """For each turn its new messages and its answer: the last assistant messages are those of the turns."""
+    """For each turn its new messages and its answer."""
     messages, turns = sample.messages or [], len(sample.turns)
-    answers = [
-        index
-        for index, message in enumerate(messages)
-        if isinstance(message, dict) and message.get("role", "assistant") == "assistant"
-    ][-turns:]
-    if len(answers) < turns:
+    answers = [span.message_index for span in sample.turns if span.message_index is not None]
+    if len(answers) < turns or not all(0 <= answer < len(messages) for answer in answers):
         return [(messages if index == 0 else [], {}) for index in range(turns)]
     starts = [0, *(index + 1 for index in answers[:-1])]
     return [(messages[start:end], messages[end]) for start, end in zip(starts, answers, strict=True)]

@@ -107,7 +107,7 @@ class SessionSamples(SessionRoute):
     summary = "A session's training samples, one for each leaf"
 
     async def show(self, query: Query, services: Services, found: RecordedSession) -> Response:
-        """`?shared=once|each`, `?layout=plain|trl|verl|prime-rl|skyrl`, `?class=`, `?on_policy=true`.
+        """`?shared=once|each`, `?layout=`, `?class=`, `?on_policy=true`.
 
         `{"id", "samples", "refused"}`.
         """

@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import os
+import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -24,6 +27,7 @@ _CACHE = Path(__file__).parents[3] / ".cache"
 _NODE, _TRL = _CACHE / "openai-node", _CACHE / "trl-1.10"
 _RLLM = _CACHE / "rllm-model-gateway" / "bin" / "python"
 _FRAMEWORKS = _CACHE / "frameworks" / "bin" / "python"
+_OPENENV, _HARBOR = _CACHE / "openenv" / "bin" / "python", _CACHE / "harbor"
 _SCRIPTS = Path(__file__).parent / "clients"
 _needs_node = pytest.mark.skipif(
     not ((_NODE / "node_modules").exists() and shutil.which("node")),
@@ -133,6 +137,58 @@ async def test_a_session_of_rllm(server: Server) -> None:
     assert [(trace["prompt_token_ids"], trace["completion_token_ids"]) for trace in traces] == target.ids
     assert target.drifted() == 0
     assert all(len(trace["logprobs"]) == len(trace["completion_token_ids"]) for trace in traces)
+
+
+async def _rewarded_session(server: Server) -> Target:
+    target = Target(server.url, f"export-{uuid4().hex}")
+    await sdks.hold_openai(target)
+    rewarded = server.http.post(f"/v1/sessions/{target.session}/reward", json={"reward": 0.5})
+    assert rewarded.status_code == 200, rewarded.text
+    return target
+
+
+@only_in_front
+@pytest.mark.skipif(not _OPENENV.exists(), reason="scripts/install-programs openenv was not run")
+async def test_openenv_reads_the_program_of_its_page(server: Server) -> None:
+    """OpenEnv's own model accepts the trace, and its entries have the ids that the engine returned."""
+    target = await _rewarded_session(server)
+    page = (Path(__file__).parents[3] / "docs" / "trainers" / "openenv.md").read_text()
+    [program] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    program = program.replace("http://127.0.0.1:8100", server.url)
+    program += f"""
+import json
+entries = fetch_training_trace({target.session!r}).to_trace_entries()
+assert TrainingTrace.from_entries(entries).to_trace_entries() == entries
+print(json.dumps(entries))
+"""
+    entries = await _output(_OPENENV, "-c", program)
+    assert [(each["prompt_token_ids"], each["completion_token_ids"]) for each in entries] == target.ids
+    for each in entries:
+        assert each["loss_mask"] == [0] * len(each["prompt_token_ids"]) + [1] * len(each["per_token_logps"])
+        assert each["response"]["choices"][0]["message"]["role"] == "assistant"
+        assert each["metadata"]["reward"] == 0.5
+        assert each["request"]["messages"][-1]["role"] in ("user", "tool")
+
+
+@only_in_front
+@pytest.mark.skipif(not _HARBOR.exists(), reason="scripts/install-programs harbor was not run")
+def test_harbor_validates_a_trajectory(server: Server, tmp_path: Path) -> None:
+    target = asyncio.run(_rewarded_session(server))
+    answer = server.http.get(f"/v1/sessions/{target.session}/samples", params={"layout": "atif"}).json()
+    [row] = answer["samples"]
+    file = tmp_path / "trajectory.json"
+    file.write_text(json.dumps(row))
+    validated = subprocess.run(
+        [sys.executable, "-m", "harbor.utils.trajectory_validator", file],
+        env={**os.environ, "PYTHONPATH": str(_HARBOR)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert validated.returncode == 0, validated.stderr
+    metrics = [step["metrics"] for step in row["steps"] if step["source"] == "agent"]
+    assert [(each["prompt_token_ids"], each["completion_token_ids"]) for each in metrics] == target.ids
+    assert any(step.get("observation") for step in row["steps"])
 
 
 @only_in_front

@@ -1,5 +1,6 @@
 """Each layout against its trainer's own fields, written out here as the trainer documents them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,11 @@ _ORIGIN = {
     **{"continues": "", "segment": 0},
     **{"finish_reason": "tool_calls", "weight_versions": [["v1", 0, 2], ["v2", 3, 5]]},
 }
+_TO_A, _FROM_A, _TO_B, _FROM_B = (
+    {"role": role, "content": f"{word} {name}"}
+    for name in "ab"
+    for role, word in (("user", "to"), ("assistant", "from"))
+)
 _LOGPROBS = [-0.125, -0.25, 0.0, -0.125, -0.25]
 _ROWS: dict[str, dict[str, Any]] = {
     # RolloutFunc; "any extra fields (per-completion) are forwarded to the reward functions"
@@ -45,6 +51,54 @@ _ROWS: dict[str, dict[str, Any]] = {
         **{"loss_masks": [1, 1, 0, 1, 1], "stop_reasons": "stop", "rollout_logprobs": _LOGPROBS},
         **{"env_metrics": _ORIGIN},
     },
+    # TrainingTrace
+    "openenv": {
+        "schema_version": 1,
+        "turns": [
+            {
+                **{"node_id": "a", "prompt_token_ids": [1, 2], "completion_token_ids": [3, 4]},
+                **{"per_token_logps": [-0.125, -0.25], "loss_mask": [0, 0, 1, 1]},
+                "request": {"messages": [_TO_A], "tools": None},
+                "response": {"choices": [{"message": _FROM_A, "finish_reason": "stop"}]},
+                "metadata": {**_ORIGIN, "node_id": "a", "reward": 0.5, "temperature": None},
+            },
+            {
+                **{"node_id": "b", "prompt_token_ids": [1, 2, 3, 4, 5], "completion_token_ids": [6, 7]},
+                **{"per_token_logps": [-0.125, -0.25], "loss_mask": [0, 0, 0, 0, 0, 1, 1]},
+                "request": {"messages": [_TO_A, _FROM_A, _TO_B], "tools": None},
+                "response": {"choices": [{"message": _FROM_B, "finish_reason": "tool_calls"}]},
+                "metadata": {**_ORIGIN, "node_id": "b", "reward": 0.5, "temperature": None},
+            },
+        ],
+    },
+    # Trajectory
+    "atif": {
+        **{"schema_version": "ATIF-v1.8", "session_id": "r", "trajectory_id": "b"},
+        "agent": {"name": "unknown", "version": "7", "model_name": "m", "tool_definitions": None},
+        "steps": [
+            {"step_id": 1, "source": "user", "message": "to a"},
+            {
+                **{"step_id": 2, "source": "agent", "message": "from a", "tool_calls": None},
+                **{"reasoning_content": None, "is_copied_context": False, "llm_call_count": 1},
+                "metrics": {
+                    **{"prompt_tokens": 2, "completion_tokens": 2, "prompt_token_ids": [1, 2]},
+                    **{"completion_token_ids": [3, 4], "logprobs": [-0.125, -0.25]},
+                    "extra": {"turn": "a", "finish_reason": "stop", "reward": None},
+                },
+            },
+            {"step_id": 3, "source": "user", "message": "to b"},
+            {
+                **{"step_id": 4, "source": "agent", "message": "from b", "tool_calls": None},
+                **{"reasoning_content": None, "is_copied_context": False, "llm_call_count": 1},
+                "metrics": {
+                    **{"prompt_tokens": 5, "completion_tokens": 2, "prompt_token_ids": [1, 2, 3, 4, 5]},
+                    **{"completion_token_ids": [6, 7], "logprobs": [-0.125, -0.25]},
+                    "extra": {"turn": "b", "finish_reason": "tool_calls", "reward": 0.5},
+                },
+            },
+        ],
+        "extra": {"reward": 0.5, **_ORIGIN},
+    },
 }
 
 
@@ -54,7 +108,9 @@ def sample() -> Sample:
     a = root("a", [1, 2], [3, 4], weight_versions=(WeightSpan("v1", 0, 2),))
     stated = {"request_class": "main", "agent": "a2", "parent_agent": "a1", "finish_reason": "tool_calls"}
     b = child("b", a, [5], [6, 7], weight_versions=(WeightSpan("v2", 0, 2),), **stated)
-    session = Session(id="t/r", tenant="t", created=1.0, used=1.0, metadata=b'{"env_name": "wordle"}')
+    session = Session(
+        id="t/r", tenant="t", created=1.0, used=1.0, metadata=b'{"env_name": "wordle", "agent_version": 7}'
+    )
     [sample] = samples_of([a, b], {"": 1.0, "b": 0.5}, session=session).samples
     return sample
 
@@ -76,6 +132,61 @@ def test_the_plain_layout_is_the_whole_sample(sample: Sample) -> None:
 def test_fields_are_documented(name: str) -> None:
     table = _DOCS.partition("## Layouts")[2]
     assert [field for field in LAYOUTS[name].columns if f"`{field}`" not in table] == []
+
+
+def _message(role: str, content: Any, **fields: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **fields}
+
+
+def test_turns_and_steps_have_calls_results_and_the_mask_of_their_sample() -> None:
+    """Results stand in the step that called; what ATIF cannot hold is in `extra`; context is marked."""
+    calls = [
+        {"id": f"c{arguments[:1]}", "function": {"name": "f", "arguments": arguments}}
+        for arguments in ('{"x": 1}', "[1")
+    ]
+    image = {"type": "image_url", "image_url": {"url": "image:0"}}
+    asked = [
+        *(
+            _message("developer", "be brief"),
+            _message("user", "earlier"),
+            _message("assistant", "not sampled"),
+        ),
+        _message("user", [{"type": "text", "text": "look"}, image]),
+    ]
+    answer = _message("assistant", None, reasoning="hm", tool_calls=calls)
+    results = [_message("tool", "one", tool_call_id="c{"), _message("tool", "two", tool_call_id="edited")]
+    a = root("a", [1], [2], messages=json.dumps(asked).encode(), message=json.dumps(answer).encode())
+    b = child("b", a, [3], [4], messages=json.dumps(results).encode())
+    first, other = samples_of([a, b, child("c", a, [5], [6, 7])], {}).samples
+    steps = LAYOUTS["atif"].row(first)["steps"]
+    assert [(step["source"], step["message"], step.get("is_copied_context")) for step in steps] == [
+        *(("system", "be brief", None), ("user", "earlier", None), ("agent", "not sampled", True)),
+        ("user", [{"type": "text", "text": "look"}], None),
+        *(("agent", "", True), ("agent", "from b", False)),
+    ]
+    assert [turn["loss_mask"] for turn in LAYOUTS["openenv"].row(first)["turns"]] == [[0, 0], [0, 0, 0, 1]]
+    assert steps[3]["extra"] == {"content": asked[3]["content"]}
+    assert steps[4]["reasoning_content"] == "hm"
+    assert [(call["arguments"], call.get("extra")) for call in steps[4]["tool_calls"]] == [
+        ({"x": 1}, None),
+        ({}, {"arguments": "[1"}),
+    ]
+    assert steps[4]["observation"]["results"] == [
+        {"source_call_id": "c{", "content": "one"},
+        {"source_call_id": None, "content": "two"},
+    ]
+    assert [step["is_copied_context"] for step in LAYOUTS["atif"].row(other)["steps"][4::2]] == [False, False]
+
+
+@pytest.mark.parametrize("name", ["openenv", "atif"])
+def test_ids_are_exported_without_their_messages_if_these_cannot_be_read(name: str, sample: Sample) -> None:
+    spans = [msgspec.structs.replace(span, message_index=None) for span in sample.turns]
+    row = LAYOUTS[name].row(msgspec.structs.replace(sample, messages=None, turns=spans))
+    if name == "openenv":
+        assert [(turn["request"], turn["response"]) for turn in row["turns"]] == [({}, {})] * 2
+    else:
+        ids = [step["metrics"]["completion_token_ids"] for step in row["steps"]]
+        assert (ids, {step["message"] for step in row["steps"]}) == ([[3, 4], [6, 7]], {""})
 
 
 def test_stop_reasons_of_skyrl(sample: Sample) -> None:

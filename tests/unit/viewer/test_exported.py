@@ -36,10 +36,12 @@ def _export(
 
 
 @pytest.mark.parametrize("wanted", [frozenset(), frozenset({"main"})])
-def test_the_loss_mask_is_that_of_the_samples(tmp_path: Path, wanted: frozenset[str]) -> None:
+def test_messages_and_loss_mask_are_those_of_the_samples(tmp_path: Path, wanted: frozenset[str]) -> None:
     file, sample = _export(tmp_path, wanted)
     page = PageData()
     [recording] = read_export(file)
+    said = [(turn.messages, turn.message) for turn in recording.turns]
+    assert said == [(turn.messages, turn.message) for turn in _turns()]
     add_recording(page, recording, None, "")
     body = base64.b64decode(next(iter(page.tokens.values())))
     header = json.loads(body[4 : 4 + int.from_bytes(body[:4], "little")])
