@@ -99,7 +99,7 @@ async def acknowledge(store: Store, tenant: str, consumer: str, position: int) -
 
 async def forget(store: Store, tenant: str, consumer: str) -> bool:
     """Remove a consumer. False if it is not known. Raises StoreError."""
-    return await store.take(CONSUMERS, f"{tenant}/{consumer}") is not None
+    return await store.put(CONSUMERS, f"{tenant}/{consumer}", None)
 
 
 async def consumers(store: Store, tenant: str | None = None) -> list[Consumer]:

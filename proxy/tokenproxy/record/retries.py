@@ -169,7 +169,7 @@ class Attempt:
                 param="Idempotency-Key",
             )
         for name in names[1:]:
-            if name in values and await history.store.take(RESPONSES, name) is not None:
+            if name in values and await history.store.put(RESPONSES, name, None):
                 return None
         return found
 

@@ -424,18 +424,20 @@ class Store(Protocol):
         ...
 
     async def put(
-        self, space: str, name: str, value: bytes, *, keep_s: float | None = None, before: Before = ...
+        self, space: str, name: str, value: bytes | None, *, keep_s: float | None = None, before: Before = ...
     ) -> bool:
         """Keep a value in place of the one before. Values that expire first are dropped if a space is full.
 
         Args:
             space: of names; `Limits.bytes_of` limits what some spaces hold.
+            value: None removes the one that is there.
             keep_s: seconds after which it expires; None for never.
             before: change nothing if the value that is there is another one; None for no value, or one that
                 cannot be read.
 
         Returns:
-            whether it is kept: False too if it alone exceeds the limit of the space.
+            whether it is kept: False too if it alone exceeds the limit of the space. For None, whether
+            it removed a value: of several calls, one does.
         """
         ...
 
@@ -447,11 +449,6 @@ class Store(Protocol):
         Args:
             complete: raise RecordDamaged in place of leaving out a value that cannot be read.
         """
-        ...
-
-    async def take(self, space: str, name: str) -> bytes | None:
-        """Remove a value and return it; empty if it cannot be read. None if there is none, or if another call
-        removed it first."""
         ...
 
     async def evict(self) -> Evicted:

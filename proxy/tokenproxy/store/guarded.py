@@ -254,15 +254,18 @@ class GuardedStore:
         return found
 
     async def put(
-        self, space: str, name: str, value: bytes, *, keep_s: float | None = None, before: Before = ...
+        self, space: str, name: str, value: bytes | None, *, keep_s: float | None = None, before: Before = ...
     ) -> bool:
         """See `Store.put`. False for a document that the store does not take in time: it is stored later."""
+        waiting = self._backlog.documents if space == DOCUMENTS else {}
+        if value is None and waiting.pop(name, None) is not None:
+            return True
         try:
             return await self._call("put", self._store.put, space, name, value, keep_s=keep_s, before=before)
         except RecordRefused:
             raise  # it would be refused again
         except StoreError as error:
-            if space != DOCUMENTS or not self._backlog.add_document(name, value, keep_s):
+            if space != DOCUMENTS or value is None or not self._backlog.add_document(name, value, keep_s):
                 raise
             self._recover_from(error)
             return False
@@ -276,13 +279,6 @@ class GuardedStore:
         if here and len(here) == len(names or ()):
             return here
         return here | await self._call("get", self._store.get, space, names, complete=complete)
-
-    async def take(self, space: str, name: str) -> bytes | None:
-        """See `Store.take`."""
-        waiting = self._backlog.documents.pop(name, None) if space == DOCUMENTS else None
-        if waiting is not None:
-            return waiting[0]
-        return await self._call("take", self._store.take, space, name)
 
     async def claim(self, key: bytes, ids: bytes) -> str | None:
         """See `Store.claim`. A turn that is claimed too late is released."""
@@ -439,7 +435,7 @@ class GuardedStore:
             except RecordRefused as error:
                 log.error("a stored response is lost: %s", error)
             if documents.pop(name, None) is None:  # deleted in the meantime
-                await self._timed("take", self._store.take(DOCUMENTS, name))
+                await self._timed("put", self._store.put(DOCUMENTS, name, None))
         if self._failures["write"] >= _FAILURES:
             # changes nothing, because no rollout has this name
             await self._timed("pin", self._store.pin("", 0.0))

@@ -78,8 +78,11 @@ def _compress(encoded: bytes) -> bytes:
     return zstd.compress(encoded, _LEVEL) if len(encoded) >= _COMPRESSED_FROM else encoded
 
 
-async def pack_value(value: bytes) -> bytes:
-    """A value of `Store.put` after one byte: `z` if it is compressed, because it is long, else `=`."""
+async def pack_value(value: bytes | None) -> bytes:
+    """A value of `Store.put` after one byte: `z` if it is compressed, because it is long, else `=`. None is
+    empty."""
+    if value is None:
+        return b""
     if len(value) < _COMPRESSED_FROM:
         return b"=" + value
     if len(value) < WORTH_A_THREAD_BYTES:

@@ -204,14 +204,14 @@ class RedisStore:
         return FeedPage(last if tenant is None else own_end, waiting, sessions)
 
     async def put(
-        self, space: str, name: str, value: bytes, *, keep_s: float | None = None, before: Before = ...
+        self, space: str, name: str, value: bytes | None, *, keep_s: float | None = None, before: Before = ...
     ) -> bool:
         """See `Store.put`."""
         now = time.time()
         expires = "+inf" if keep_s is None else repr(now + keep_s)
         args: list[Any] = [name, await pack_value(value), expires, repr(now), self.limits.bytes_of(space)]
         if before is not ...:
-            args.append(b"" if before is None else await pack_value(before))
+            args.append(await pack_value(before))
         kept = bool(await self._run(scripts.PUT, _space_keys(space), *args))
         if kept or before is not None:
             return kept
@@ -228,13 +228,6 @@ class RedisStore:
     async def _packed(self, space: str, names: Sequence[str] | None) -> Iterable[tuple[bytes, bytes]]:
         wanted = ("*",) if names is None else ("", *dict.fromkeys(names))
         return _pairs(await self._run(scripts.GET, _space_keys(space), repr(time.time()), *wanted))
-
-    async def take(self, space: str, name: str) -> bytes | None:
-        """See `Store.take`."""
-        value = await self._run(scripts.TAKE, _space_keys(space), name, repr(time.time()))
-        if value is None:
-            return None
-        return unpack_values([(name.encode(), value)], space, self.unreadable).get(name, b"")
 
     async def evict(self) -> Evicted:
         """See `Store.evict`."""

@@ -195,11 +195,11 @@ class SqliteStore:
         return await self._database.read(work)
 
     async def put(
-        self, space: str, name: str, value: bytes, *, keep_s: float | None = None, before: Before = ...
+        self, space: str, name: str, value: bytes | None, *, keep_s: float | None = None, before: Before = ...
     ) -> bool:
         """See `Store.put`."""
         now, most = time.time(), self.limits.bytes_of(space)
-        wanted = await pack_value(before) if isinstance(before, bytes) else before
+        wanted = before if before is ... else await pack_value(before)
         row = Kept(space, name, inf if keep_s is None else now + keep_s, await pack_value(value))
         return await self._database.write(
             lambda connection: put(connection, row, now, most, wanted), len(row.value)
@@ -220,16 +220,6 @@ class SqliteStore:
             return unpack_values(found.items(), space, self.unreadable, complete=complete)
 
         return await self._database.read(work)
-
-    async def take(self, space: str, name: str) -> bytes | None:
-        """See `Store.take`."""
-        query = "DELETE FROM kept WHERE space = ? AND name = ? RETURNING CAST(value AS BLOB), expires"
-        row = await self._database.write(
-            lambda connection: connection.execute(query, (space, name)).fetchone()
-        )
-        if row is None or row[1] <= time.time():
-            return None
-        return unpack_values([(name.encode(), row[0])], space, self.unreadable).get(name, b"")
 
     async def evict(self) -> Evicted:
         """See `Store.evict`."""

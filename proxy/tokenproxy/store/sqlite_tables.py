@@ -340,20 +340,23 @@ class Kept(NamedTuple):
     name: str
     expires: float
     value: bytes
+    """Packed; empty to remove the one that is there."""
 
 
 def put(connection: sqlite3.Connection, row: Kept, now: float, most: int, before: Before) -> bool:
-    """See `Store.put`. `most`: bytes that the space may hold."""
+    """See `Store.put`. `most`: bytes that the space may hold; `before`: packed, empty for no value."""
     space, name, _, value = row
     expired = "SELECT rowid FROM kept WHERE space = ? AND expires <= ? ORDER BY expires LIMIT ?"
     delete = "DELETE FROM kept WHERE rowid IN "
     connection.execute(f"{delete} ({expired})", (space, now, _EXPIRED_AT_ONCE))
     query = "SELECT CAST(value AS BLOB) FROM kept WHERE space = ? AND name = ? AND expires > ?"
     held = connection.execute(query, (space, name, now)).fetchone()
-    there = None if held is None or (before is None and is_damaged(held[0])) else held[0]
+    there = b"" if held is None or (before == b"" and is_damaged(held[0])) else held[0]
     if len(value) > most or before not in (..., there):
         return False
     connection.execute("DELETE FROM kept WHERE space = ? AND name = ?", (space, name))
+    if not value:
+        return held is not None
     connection.execute("INSERT INTO kept VALUES (?, ?, ?, ?)", row)
     first = "SELECT rowid FROM kept WHERE space = ? ORDER BY expires, rowid LIMIT 1"
     query = "SELECT bytes FROM kept_bytes WHERE space = ?"

@@ -140,7 +140,7 @@ async def test_calls_are_skipped_after_failures_and_tried_in_the_background(
 
 def test_every_call_of_the_store_is_stated_as_a_read_or_a_write() -> None:
     calls = {name for name, value in vars(Store).items() if inspect.iscoroutinefunction(value)}
-    writes = {"add", "claim", "release", "pin", "delete", "finish", "put", "take", "evict"}
+    writes = {"add", "claim", "release", "pin", "delete", "finish", "put", "evict"}
     assert calls == _READS | writes | {"open", "aclose"}
 
 
@@ -236,7 +236,7 @@ async def test_a_document_is_stored_later_and_read_meanwhile(store: GuardedStore
     inner.errors = {"put": StoreError("disk full"), "get": StoreError("disk full")}
     for name in ("kept", "deleted"):
         assert not await store.put(DOCUMENTS, name, b"{}", keep_s=60.0, before=None)
-    assert await store.take(DOCUMENTS, "deleted") == b"{}"
+    assert await store.put(DOCUMENTS, "deleted", None)
     assert await store.get(DOCUMENTS, ["kept"]) == {"kept": b"{}"}
     with pytest.raises(StoreError):
         await store.put("other", "kept", b"{}")
