@@ -29,7 +29,7 @@ from tokenproxy.record.images import name_by_digest, placed_by_engine
 from tokenproxy.record.origin import origin_of
 from tokenproxy.record.plan import Placement, PromptPlan
 from tokenproxy.record.sent_back import other_forms
-from tokenproxy.record.store import FULL, IndexEntry, Store, StoreError
+from tokenproxy.record.store import FULL, IndexedTurn, IndexEntry, Store, StoreError
 from tokenproxy.record.turn import (
     PromptImage,
     Turn,
@@ -173,9 +173,8 @@ class Recording:
         turns = make() if size < WORTH_A_THREAD_BYTES else await recorder.encoders.run(make)
         if not turns:
             return
-        evicted = await recorder.store.add(
-            placement.session, [new.turn for new in turns], [new.entries for new in turns]
-        )
+        indexed = [IndexedTurn(new.turn, new.entries) for new in turns]
+        evicted = await recorder.store.add(placement.session, indexed)
         metrics, sampled = recorder.metrics, sum([new.turn.completion_tokens for new in turns])
         metrics.sampled_ids.inc(sampled)
         if holder is None:

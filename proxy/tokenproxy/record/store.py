@@ -203,6 +203,14 @@ class IndexEntry(NamedTuple):
     explain why nothing was found."""
 
 
+class IndexedTurn(NamedTuple):
+    """A turn to be recorded."""
+
+    turn: Turn
+    entries: Sequence[IndexEntry] = ()
+    """What finds it."""
+
+
 class Candidate(NamedTuple):
     """A recorded turn that a request may continue."""
 
@@ -322,12 +330,7 @@ class Store(Protocol):
         """Finish what was begun and close everything."""
         ...
 
-    async def add(
-        self,
-        session: Session,
-        turns: Sequence[Turn] = (),
-        entries: Sequence[Sequence[IndexEntry]] = (),
-    ) -> Evicted:
+    async def add(self, session: Session, turns: Sequence[IndexedTurn] = ()) -> Evicted:
         """Record turns of one rollout, all or none of them; or, without turns, describe a rollout.
 
         The parents of the turns are no longer open.
@@ -336,7 +339,6 @@ class Store(Protocol):
             session: created if the store does not hold one of this id. If it does, turns set only
                 `ambiguous`, and only to true; without turns its tenant, `explicit`, `created` and description
                 are replaced. All other fields are the store's own.
-            entries: for each turn what finds it.
 
         Returns:
             what was evicted so that the limits hold. The rollout itself is evicted last, and only if it alone

@@ -5,7 +5,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from tokenproxy.record.store import FOUND_AT_MOST, Candidate, CandidateGroup, Found, IndexEntry, Session
+from tokenproxy.record.store import (
+    FOUND_AT_MOST,
+    Candidate,
+    CandidateGroup,
+    Found,
+    IndexedTurn,
+    IndexEntry,
+    Session,
+)
 from tokenproxy.record.turn import Turn
 
 
@@ -13,8 +21,7 @@ class Record(NamedTuple):
     """The arguments of one call that records turns."""
 
     session: Session
-    turns: Sequence[Turn]
-    entries: Sequence[Sequence[IndexEntry]]
+    turns: Sequence[IndexedTurn]
     size: int
     """Bytes that it takes in memory, roughly."""
 
@@ -35,13 +42,13 @@ class Backlog:
         """Whether anything waits."""
         return bool(self.records or self.documents)
 
-    def add(self, session: Session, turns: Sequence[Turn], entries: Sequence[Sequence[IndexEntry]]) -> bool:
+    def add(self, session: Session, turns: Sequence[IndexedTurn]) -> bool:
         """Let turns wait; False if too much waits already."""
-        size = len(msgspec.msgpack.encode(turns)) + 64 * sum(map(len, entries))
+        size = sum(len(msgspec.msgpack.encode(turn)) + 64 * len(entries) for turn, entries in turns)
         held = sum(record.size for record in self.records.values())
         if len(self.turns()) + len(turns) > self._most_turns or held + size > self._most_bytes:
             return False
-        self.records[turns[0].id] = Record(session, turns, entries, size)
+        self.records[turns[0].turn.id] = Record(session, turns, size)
         return True
 
     def add_document(self, name: str, content: bytes, keep_s: float | None) -> bool:
@@ -58,7 +65,7 @@ class Backlog:
             turn.id: turn
             for record in self.records.values()
             if rollout in (None, record.session.id)
-            for turn in record.turns
+            for turn, _ in record.turns
         }
 
     def holds(self, rollout: str) -> bool:
@@ -79,7 +86,7 @@ class Backlog:
         return [
             (entry, Candidate(turn.id, turn.rollout))
             for record in (self.records.values() if wanted else ())
-            for turn, entries in zip(record.turns, record.entries, strict=True)
+            for turn, entries in record.turns
             for entry in dict.fromkeys(entries)
             if entry.key in wanted
         ]

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence, Sized
 from dataclasses import dataclass
 from functools import cache
 from time import perf_counter
@@ -31,7 +31,7 @@ from tokenproxy.record.store import (
     Before,
     Evicted,
     Found,
-    IndexEntry,
+    IndexedTurn,
     RecordDamaged,
     RecordRefused,
     Session,
@@ -194,7 +194,7 @@ class GuardedStore:
         if self._opening is not None:
             self._opening.cancel()
         lost, documents = self._backlog.turns(), self._backlog.documents
-        self._count_lost(list(lost.values()), "shutdown")
+        self._count_lost(lost, "shutdown")
         if lost or documents:
             kinds = f"{len(lost)} turns and {len(documents)} stored responses"
             log.error("%s are lost: the store did not take them before the process ended", kinds)
@@ -205,12 +205,7 @@ class GuardedStore:
         else:
             log.error("the store did not close within %g s", self._guard.close_s)
 
-    async def add(
-        self,
-        session: Session,
-        turns: Sequence[Turn] = (),
-        entries: Sequence[Sequence[IndexEntry]] = (),
-    ) -> Evicted:
+    async def add(self, session: Session, turns: Sequence[IndexedTurn] = ()) -> Evicted:
         """See `Store.add`. Turns that the store does not take in time are recorded later.
 
         Raises:
@@ -224,7 +219,7 @@ class GuardedStore:
         # the order matters within a rollout: a turn waits for those before it
         if not self._backlog.holds(session.id):
             try:
-                return await self._call("add", self._store.add, session, turns, entries)
+                return await self._call("add", self._store.add, session, turns)
             except StoreSkipped:
                 pass  # nothing failed here: the turn waits until the store works again
             except StoreError as failure:
@@ -237,7 +232,7 @@ class GuardedStore:
             except Exception:  # counted here, and raised again for the caller
                 self._count_lost(turns, "refused")
                 raise
-        if not self._backlog.add(session, turns, entries):
+        if not self._backlog.add(session, turns):
             self._count_lost(turns, "queue_full")
             waiting = len(self._backlog.turns())
             raise StoreError(f"too many turns wait to be recorded ({waiting}): {error}")
@@ -443,9 +438,9 @@ class GuardedStore:
 
     async def _record_later(self, record: Record) -> StoreError | None:
         """Record turns that wait. Returns why they have to wait on."""
-        session, turns, entries, _ = record
+        session, turns, _ = record
         try:
-            evicted = await self._timed("add", self._store.add(session, turns, entries))
+            evicted = await self._timed("add", self._store.add(session, turns))
         except RecordRefused as error:
             self._count_lost(turns, "refused")
             log.error("a turn of %s is lost: %s", session.id, error)
@@ -456,7 +451,7 @@ class GuardedStore:
             log.exception("a turn of %s is lost", session.id)
         else:
             evicted.report(self._metrics, FULL)
-        del self._backlog.records[turns[0].id]
+        del self._backlog.records[turns[0].turn.id]
         return None
 
     async def _release_late(self, claiming: "asyncio.Future[str | None]") -> None:
@@ -466,6 +461,6 @@ class GuardedStore:
         except StoreError as error:
             error.report(self._metrics, "a turn that was claimed in vain may stay claimed")
 
-    def _count_lost(self, turns: Sequence[Turn], reason: str) -> None:
+    def _count_lost(self, turns: Sized, reason: str) -> None:
         self._lost += len(turns)
         self._metrics.lost_turns.labels(reason).inc(len(turns))

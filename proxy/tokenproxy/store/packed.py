@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from tokenproxy.record.encoders import WORTH_A_THREAD_BYTES
-from tokenproxy.record.store import DAMAGED, IndexEntry, RecordDamaged, Unreadable
+from tokenproxy.record.store import DAMAGED, IndexedTurn, IndexEntry, RecordDamaged, Unreadable
 from tokenproxy.record.turn import Turn
 
 if sys.version_info >= (3, 14):
@@ -30,9 +30,9 @@ _LEVEL = 1
 _TURN = msgspec.msgpack.Decoder(Turn)
 
 
-async def pack_turns(turns: Sequence[Turn]) -> list[bytes]:
+async def pack_turns(turns: Sequence[IndexedTurn]) -> list[bytes]:
     """Each as MessagePack. Long ones are compressed; Python's lock is free in that thread."""
-    encoded = [msgspec.msgpack.encode(turn) for turn in turns]
+    encoded = [msgspec.msgpack.encode(turn) for turn, _ in turns]
     if sum(map(len, encoded)) < WORTH_A_THREAD_BYTES:
         return [_compress(each) for each in encoded]
     return await asyncio.to_thread(lambda: [_compress(each) for each in encoded])

@@ -29,7 +29,7 @@ from tokenproxy.record.store import (
     Evicted,
     FeedPage,
     Found,
-    IndexEntry,
+    IndexedTurn,
     Limits,
     Session,
     StoreUnusable,
@@ -97,26 +97,21 @@ class RedisStore:
         """See `Store.aclose`."""
         await self._servers.aclose()
 
-    async def add(
-        self,
-        session: Session,
-        turns: Sequence[Turn] = (),
-        entries: Sequence[Sequence[IndexEntry]] = (),
-    ) -> Evicted:
+    async def add(self, session: Session, turns: Sequence[IndexedTurn] = ()) -> Evicted:
         """See `Store.add`."""
         if not turns:
             return await self._save(session, ("", "", ""), 0.0)
         members: list[tuple[bytes, bytes]] = []
         args: list[Any] = []
-        for turn, of_turn, packed in zip(turns, entries, await pack_turns(turns), strict=True):
-            members += [(_index_key(key), _member(ids, turn.id, session.id)) for key, ids in of_turn]
+        for (turn, entries), packed in zip(turns, await pack_turns(turns), strict=True):
+            members += [(_index_key(key), _member(ids, turn.id, session.id)) for key, ids in entries]
             above = pack_parts((each or "").encode() for each in (turn.parent, turn.prompt_turn))
-            args += turn.id, turn.parent or "", above + pack_entries(of_turn), packed, turn.completion_tokens
-        calls = [Call("SET", [_turn_key(turn.id)], [session.id]) for turn in turns]
+            args += turn.id, turn.parent or "", above + pack_entries(entries), packed, turn.completion_tokens
+        calls = [Call("SET", [_turn_key(turn.id)], [session.id]) for turn, _ in turns]
         calls += self._on_index(scripts.INDEX, members)
         await self._servers.run_each(calls, replicated=True)
         counts = await self._run(scripts.ADD, _rollout_keys(session.id), *args)
-        return await self._save(session, counts, min([request_time(turn.id) for turn in turns]))
+        return await self._save(session, counts, min([request_time(turn.id) for turn, _ in turns]))
 
     async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
         """See `Store.find`."""

@@ -14,7 +14,7 @@ from tokenproxy.record.store import (
     Evicted,
     FeedPage,
     Found,
-    IndexEntry,
+    IndexedTurn,
     Limits,
     Session,
     Unreadable,
@@ -25,7 +25,6 @@ from tokenproxy.store.packed import (
     complete_path,
     fill_prompts,
     missing_holders,
-    pack_entries,
     pack_turns,
     pack_value,
     unpack_turns,
@@ -38,7 +37,6 @@ from tokenproxy.store.sqlite_tables import (
     TURNS,
     USED_NOW,
     Kept,
-    TurnRow,
     add_turns,
     find,
     finish,
@@ -80,22 +78,12 @@ class SqliteStore:
         """See `Store.aclose`."""
         await self._database.aclose()
 
-    async def add(
-        self,
-        session: Session,
-        turns: Sequence[Turn] = (),
-        entries: Sequence[Sequence[IndexEntry]] = (),
-    ) -> Evicted:
+    async def add(self, session: Session, turns: Sequence[IndexedTurn] = ()) -> Evicted:
         """See `Store.add`."""
-        rows = [
-            TurnRow(
-                *(turn.id, turn.parent, turn_entries, pack_entries(turn_entries), packed),
-                turn.completion_tokens,
-            )
-            for turn, turn_entries, packed in zip(turns, entries, await pack_turns(turns), strict=True)
-        ]
-        now, size = time.time(), sum([len(row.packed) for row in rows])
-        held = await self._database.write(lambda connection: add_turns(connection, session, rows, now), size)
+        packed, now = await pack_turns(turns), time.time()
+        held = await self._database.write(
+            lambda connection: add_turns(connection, session, turns, packed, now), sum(map(len, packed))
+        )
         return await self._evict(session.id) if held > self.limits.max_bytes else Evicted()
 
     async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:

@@ -25,6 +25,7 @@ from tokenproxy.record.store import (
     Candidate,
     CandidateGroup,
     Found,
+    IndexedTurn,
     IndexEntry,
     Limits,
     Session,
@@ -32,7 +33,7 @@ from tokenproxy.record.store import (
     Unreadable,
 )
 from tokenproxy.record.turn import request_time
-from tokenproxy.store.packed import is_damaged, text, unpack_entries
+from tokenproxy.store.packed import is_damaged, pack_entries, text, unpack_entries
 
 T = TypeVar("T", bytes, str)
 
@@ -126,18 +127,6 @@ ORDER BY turn DESC LIMIT {FOUND_AT_MOST}
 """
 
 
-class TurnRow(NamedTuple):
-    """A turn, ready to be inserted."""
-
-    id: str
-    parent: str | None
-    entries: Sequence[IndexEntry]
-    packed_entries: bytes
-    packed: bytes
-    sampled: int
-    """Number of sampled ids."""
-
-
 def prepare(connection: sqlite3.Connection, path: Path | None) -> None:
     """Make the tables where there are none.
 
@@ -165,34 +154,46 @@ def prepare(connection: sqlite3.Connection, path: Path | None) -> None:
         connection.execute(statement)
 
 
-def add_turns(connection: sqlite3.Connection, session: Session, rows: Sequence[TurnRow], now: float) -> int:
-    """Insert turns of one rollout, or describe it; returns the bytes then held, 0 if nothing changed."""
+def add_turns(
+    connection: sqlite3.Connection,
+    session: Session,
+    turns: Sequence[IndexedTurn],
+    packed: Sequence[bytes],
+    now: float,
+) -> int:
+    """Insert turns of one rollout, or describe it; returns the bytes then held, 0 if nothing changed.
+
+    Args:
+        packed: the turns.
+    """
     insert = "INSERT OR IGNORE INTO turns VALUES (?, ?, ?, 0, ?, ?)"
-    new = [
-        row
-        for row in rows
-        if connection.execute(
-            insert, (row.id, session.id, row.parent, row.packed_entries, row.packed)
-        ).rowcount
-    ]
-    if rows and not new:
+    new: list[IndexedTurn] = []
+    size = 0
+    for indexed, data in zip(turns, packed, strict=True):
+        turn, entries = indexed.turn, pack_entries(indexed.entries)
+        if connection.execute(insert, (turn.id, session.id, turn.parent, entries, data)).rowcount:
+            new.append(indexed)
+            size += len(data) + len(entries)
+    if turns and not new:
         return 0
-    size = sum(len(row.packed) + len(row.packed_entries) for row in new)
     values = asdict(session) | {"turns": len(new), "size": size, "now": now}
-    values |= {"described": session.description_bytes, "sampled": sum([row.sampled for row in new])}
-    values["first"] = min([request_time(row.id) for row in new], default=0.0)
+    values |= {
+        "described": session.description_bytes,
+        "sampled": sum([turn.completion_tokens for turn, _ in new]),
+    }
+    values["first"] = min([request_time(turn.id) for turn, _ in new], default=0.0)
     values |= {"ambiguous": session.ambiguous and bool(new), "rewards": msgspec.msgpack.encode({})}
-    connection.execute(_ADD_TO_SESSION if rows else _DESCRIBE, values)
-    for row in new:
-        values_of_row = [value for key, ids in row.entries for value in (key, ids, row.id)]
+    connection.execute(_ADD_TO_SESSION if turns else _DESCRIBE, values)
+    for turn, of_turn in new:
+        values_of_row = [value for key, ids in of_turn for value in (key, ids, turn.id)]
         if values_of_row:
             # one statement: the module `sqlite3` releases the interpreter lock in each, and may wait for it
             marks = ", ".join(["(?, ?, ?)"] * (len(values_of_row) // 3))
             connection.execute(f"INSERT OR IGNORE INTO entries VALUES {marks}", values_of_row)
     # after all of them: a parent may follow its child
-    for row in new:
-        if row.parent is not None:
-            connection.execute("UPDATE turns SET state = 2 WHERE id = ?", (row.parent,))
+    for turn, _ in new:
+        if turn.parent is not None:
+            connection.execute("UPDATE turns SET state = 2 WHERE id = ?", (turn.parent,))
     return totals(connection, restore=True)[0]
 
 

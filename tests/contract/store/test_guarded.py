@@ -52,7 +52,7 @@ class Patient:
             if name in self.errors:
                 raise self.errors[name]
             if name == "add":
-                self.added += [turn.id for turn in args[1]]
+                self.added += [turn.id for turn, _ in args[1]]
             return await getattr(self.store, name)(*args, **kwargs)
 
         return call

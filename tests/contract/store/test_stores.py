@@ -6,8 +6,18 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from tests.support.store_utils import Usage, add, digest_of, entry, make_session, make_turn, opened, usage
-from tokenproxy.record.store import DOCUMENTS, Cause, Evicted, Limits, Store
+from tests.support.store_utils import (
+    Usage,
+    add,
+    bare,
+    digest_of,
+    entry,
+    make_session,
+    make_turn,
+    opened,
+    usage,
+)
+from tokenproxy.record.store import DOCUMENTS, Cause, Evicted, IndexedTurn, Limits, Store
 from tokenproxy.record.turn import (
     PromptImage,
     Segment,
@@ -61,7 +71,7 @@ _EVERYTHING = make_turn(
 
 async def test_a_turn_comes_back_as_it_was(store: Store) -> None:
     bare = make_turn("tenant/räume")
-    await store.add(make_session("tenant/räume"), [bare, _EVERYTHING], [[], [entry("k")]])
+    await store.add(make_session("tenant/räume"), [IndexedTurn(bare), IndexedTurn(_EVERYTHING, [entry("k")])])
     assert await store.turns("tenant/räume") == [_EVERYTHING, bare]
     assert await store.path(bare.id) == [bare]
 
@@ -92,7 +102,7 @@ async def test_path_begins_with_the_first_turn(store: Store) -> None:
     for _ in range(20):
         turns.append(make_turn(parent=turns[-1].id))
     fork = make_turn(parent=turns[4].id)
-    await store.add(make_session(), [fork, *turns[::-1]], [[]] * 22)
+    await store.add(make_session(), bare([fork, *turns[::-1]]))
     assert await store.path(turns[-1].id) == turns
     assert await store.path(fork.id) == [*turns[:5], fork]
     await add(store, make_turn("other"))
@@ -104,7 +114,7 @@ async def test_no_path_without_all_ancestors_or_in_a_circle(store: Store) -> Non
     first, second = make_turn(), make_turn()
     first, second = replace(first, parent=second.id), replace(second, parent=first.id)
     children = [make_turn(parent=orphan.id), make_turn(parent=shares.id)]
-    await store.add(make_session(), [orphan, shares, *children, first, second], [[]] * 6)
+    await store.add(make_session(), bare([orphan, shares, *children, first, second]))
     for turn in (*children, shares, first):
         assert await store.path(turn.id) == []
 
@@ -120,10 +130,10 @@ async def test_choices_share_the_prompt_of_one(store: Store) -> None:
     first = make_turn(**shared)
     second = make_turn(request=first.request, choice=1, prompt_turn=first.id)
     third = make_turn(parent=second.id, **shared)
-    await store.add(make_session(), [first, second, third], [[]] * 3)
+    await store.add(make_session(), bare([first, second, third]))
     fourth = make_turn(request=third.request, choice=1, parent=second.id, prompt_turn=third.id)
     last = make_turn(parent=fourth.id)
-    await store.add(make_session(), [fourth, last], [[]] * 2)
+    await store.add(make_session(), bare([fourth, last]))
     filled = [replace(turn, **shared) for turn in (second, fourth)]
     assert await store.path(last.id) == [*filled, last]
     assert await store.turns("r") == [first, filled[0], third, filled[1], last]
@@ -136,11 +146,14 @@ async def test_adding_again_changes_nothing(store: Store) -> None:
     await add(store, turn, entry("k"))
     session = await store.session("r")
     changed = replace(turn, model="other")
-    assert await store.add(make_session(), [changed, changed], [[entry("k")], []]) == Evicted()
+    assert (
+        await store.add(make_session(), [IndexedTurn(changed, [entry("k")]), IndexedTurn(changed)])
+        == Evicted()
+    )
     assert await store.turns("r") == [turn]
     assert await store.session("r") == session
     second = make_turn()
-    await store.add(make_session(), [turn, second, second], [[], [], []])  # only what is new of a call
+    await store.add(make_session(), bare([turn, second, second]))  # only what is new of a call
     assert (await store.turns("r"), (await usage(store)).turns) == ([turn, second], 2)
 
 

@@ -32,7 +32,7 @@ from tests.support.viewer.recorder import (
 )
 from tests.support.viewer.small_session import READ_FILE, small_session
 from tokenproxy.record.origin import RequestClass
-from tokenproxy.record.store import Cause, Limits, Session, Store
+from tokenproxy.record.store import Cause, IndexedTurn, Limits, Session, Store
 from tokenproxy.record.turn import Turn, WeightSpan
 
 HOSTILE, LONG, DEEP = "hostile", "long", "deep"
@@ -156,7 +156,7 @@ async def write(store: Store, recordings: Iterable[Recorded]) -> None:
 
 
 async def _write(store: Store, recorded: Recorded) -> None:
-    await store.add(recorded.session, recorded.turns, [()] * len(recorded.turns))
+    await store.add(recorded.session, [IndexedTurn(turn) for turn in recorded.turns])
     if recorded.rewards:
         await store.finish(recorded.session.id, Cause.REWARD, recorded.rewards)
 
