@@ -356,6 +356,8 @@ class Store(Protocol):
     async def claim(self, key: bytes, ids: bytes) -> str | None:
         """Choose an open turn of a group that `find` returned, so that no other request takes it.
 
+        A guarded store releases a turn that is claimed after its caller left.
+
         Returns:
             its id; None if requests have continued or claimed all of them.
         """

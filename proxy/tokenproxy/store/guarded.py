@@ -129,6 +129,7 @@ class GuardedStore:
         self._error: StoreError | None = None
         self._lost = 0
         self._late: set[asyncio.Task[None]] = set()
+        """Releases of turns that were claimed too late."""
 
     def __getattr__(self, name: str) -> Any:
         """A call of the store, made within its limits."""
@@ -191,6 +192,8 @@ class GuardedStore:
             if self._backlog:
                 await asyncio.wait({recovery}, timeout=self._guard.close_s)
             recovery.cancel()
+        if self._late:
+            await asyncio.wait(self._late, timeout=self._guard.close_s)
         if self._opening is not None:
             self._opening.cancel()
         lost, documents = self._backlog.turns(), self._backlog.documents
