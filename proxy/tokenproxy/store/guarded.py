@@ -44,7 +44,7 @@ from tokenproxy.record.store import (
 from tokenproxy.record.store_time import BACKGROUND_S, StoreTime, running_store_time, within
 from tokenproxy.record.turn import Turn
 from tokenproxy.store.backlog import Backlog, Record, with_candidate
-from tokenproxy.store.packed import complete_path, fill_prompts, missing_holders
+from tokenproxy.store.packed import complete_path, fill_prompts
 
 log = logging.getLogger("tokenproxy")
 
@@ -300,19 +300,10 @@ class GuardedStore:
 
     async def path(self, turn: str) -> list[Turn]:
         """See `Store.path`."""
-        waiting = self._backlog.turns()
-        here: dict[str, Turn] = {}
-        first: str | None = turn
-        while first in waiting and first not in here:
-            here[first] = waiting[first]
-            first = here[first].parent
-        if not here:
+        waiting = self._backlog.turns().get(turn)
+        if waiting is None:
             return await self._call("path", self._store.path, turn)
-        for name in (first, *missing_holders(here.values(), here)):
-            # the turns before them, and another choice of a request: it may wait, or be recorded already
-            if name is not None and name not in here:
-                here |= {each.id: each for each in await self.path(name)}
-        return complete_path(turn, here)
+        return complete_path(turn, {each.id: each for each in await self.turns(waiting.rollout)})
 
     async def turns(self, rollout: str) -> list[Turn]:
         """See `Store.turns`."""
