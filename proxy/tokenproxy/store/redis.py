@@ -8,7 +8,6 @@ The servers must not evict keys by themselves (`maxmemory-policy noeviction`): t
 limits. Whether the data survive a restart of a server depends on the server's own settings.
 """
 
-import asyncio
 import logging
 import math
 import time
@@ -37,7 +36,7 @@ from tokenproxy.record.store import (
 )
 from tokenproxy.record.turn import Turn, request_time
 from tokenproxy.store import redis_scripts as scripts
-from tokenproxy.store.eviction import AgeClock, evict
+from tokenproxy.store.eviction import Eviction
 from tokenproxy.store.packed import (
     complete_path,
     fill_prompts,
@@ -71,8 +70,7 @@ class RedisStore:
         self.limits = limits
         self.unreadable = Unreadable()
         self._servers = RedisServers(read_redis_url(url))
-        self._eviction = asyncio.Lock()
-        self._clock = AgeClock(limits.max_age_s)
+        self._eviction = Eviction(self)
 
     async def open(self) -> None:
         """See `Store.open`."""
@@ -91,7 +89,7 @@ class RedisStore:
                 "set its maxmemory-policy to noeviction",
                 name,
             )
-        self._clock.was_set(await self._server_time())
+        self._eviction.clock_was_set(await self._server_time())
 
     async def aclose(self) -> None:
         """See `Store.aclose`."""
@@ -183,7 +181,7 @@ class RedisStore:
 
     async def delete(self, rollout: str) -> bool:
         """See `Store.delete`."""
-        return await self._remove(rollout, math.inf, remembered_s=0)
+        return await self.remove(rollout, math.inf)
 
     async def finish(self, rollout: str, cause: Cause, rewards: Mapping[str, float] | None = None) -> bool:
         """See `Store.finish`."""
@@ -229,7 +227,7 @@ class RedisStore:
         for rollout in await self._run_list(scripts.REMOVED):
             await self._remove_turns(text(rollout), EVICTED_S)
         # the server's clock: the proxies' may differ
-        return await self._evict("", await self._clock.oldest(self, await self._server_time()))
+        return await self._eviction.of_old(await self._server_time())
 
     async def held_bytes(self) -> int:
         """See `Evicting.held_bytes`."""
@@ -241,7 +239,10 @@ class RedisStore:
 
     async def remove(self, rollout: str, now: float) -> bool:
         """See `Evicting.remove`."""
-        return await self._remove(rollout, now, EVICTED_S)
+        if not await self._run_list(scripts.REMOVE, rollout, repr(now)):
+            return False
+        await self._remove_turns(rollout, EVICTED_S if now < math.inf else 0)
+        return True
 
     async def _save(self, session: Session, counts: Sequence[Any], first_turn: float) -> Evicted:
         """Count turns of a session, or describe it."""
@@ -250,7 +251,7 @@ class RedisStore:
         counts = (*counts, repr(first_turn), int(session.ambiguous))
         args = (repr(time.time()), *counts, *fields, *described)
         size = await self._run_list(scripts.SAVE, session.id, *args)
-        return await self._evict(session.id) if size > self.limits.max_bytes else Evicted()
+        return await self._eviction.run(session.id) if size > self.limits.max_bytes else Evicted()
 
     async def _list(self, limit: int, *args: Any) -> tuple[list[int], list[Session]]:
         """The four numbers that `LIST` replies, and the sessions without those that are damaged.
@@ -274,16 +275,6 @@ class RedisStore:
     def _session(self, fields: dict[bytes, bytes]) -> Session | None:
         """The session of a hash; None if it cannot be read."""
         return self.unreadable.read(f"session {text(fields.get(b'id', b''))}", _session_from, fields)
-
-    async def _evict(self, own: str, too_old: float = 0.0) -> Evicted:
-        async with self._eviction:
-            return await evict(self, own, too_old)
-
-    async def _remove(self, rollout: str, pinned_at: float, remembered_s: int) -> bool:
-        if not await self._run_list(scripts.REMOVE, rollout, repr(pinned_at)):
-            return False
-        await self._remove_turns(rollout, remembered_s)
-        return True
 
     async def _remove_turns(self, rollout: str, remembered_s: int) -> None:
         """Remove the turns of a rollout that is no longer in the list, and what finds them."""

@@ -1,6 +1,5 @@
 """A store in a file that all processes of one machine share: the default. Or in the memory of one process."""
 
-import asyncio
 import sqlite3
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from tokenproxy.record.store import (
     Unreadable,
 )
 from tokenproxy.record.turn import Turn
-from tokenproxy.store.eviction import AgeClock, evict
+from tokenproxy.store.eviction import Eviction
 from tokenproxy.store.packed import (
     complete_path,
     fill_prompts,
@@ -65,13 +64,11 @@ class SqliteStore:
         self.limits = limits
         self.unreadable = Unreadable()
         self._database = Database(path) if path else MemoryDatabase(self._prepare)
-        self._clock = AgeClock(limits.max_age_s)
-        self._eviction = asyncio.Lock()
-        """Without it the evictions of many tasks would end up in one transaction."""
+        self._eviction = Eviction(self)
 
     async def open(self) -> None:
         """See `Store.open`."""
-        self._clock.was_set(time.time())
+        self._eviction.clock_was_set(time.time())
         await self._database.open(self._prepare)
 
     async def aclose(self) -> None:
@@ -84,7 +81,7 @@ class SqliteStore:
         held = await self._database.write(
             lambda connection: add_turns(connection, session, turns, packed, now), sum(map(len, packed))
         )
-        return await self._evict(session.id) if held > self.limits.max_bytes else Evicted()
+        return await self._eviction.run(session.id) if held > self.limits.max_bytes else Evicted()
 
     async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
         """See `Store.find`."""
@@ -154,7 +151,7 @@ class SqliteStore:
 
     async def delete(self, rollout: str) -> bool:
         """See `Store.delete`."""
-        return await self._database.write(lambda connection: remove(connection, rollout, inf, None))
+        return await self.remove(rollout, inf)
 
     async def finish(self, rollout: str, cause: Cause, rewards: Mapping[str, float] | None = None) -> bool:
         """See `Store.finish`."""
@@ -211,7 +208,7 @@ class SqliteStore:
 
     async def evict(self) -> Evicted:
         """See `Store.evict`."""
-        return await self._evict("", await self._clock.oldest(self, time.time()))
+        return await self._eviction.of_old(time.time())
 
     async def held_bytes(self) -> int:
         """See `Evicting.held_bytes`."""
@@ -223,11 +220,9 @@ class SqliteStore:
 
     async def remove(self, rollout: str, now: float) -> bool:
         """See `Evicting.remove`."""
-        return await self._database.write(lambda connection: remove(connection, rollout, now, self.limits))
-
-    async def _evict(self, own: str, too_old: float = 0.0) -> Evicted:
-        async with self._eviction:
-            return await evict(self, own, too_old)
+        return await self._database.write(
+            lambda connection: remove(connection, rollout, now, self.limits.evicted_keys)
+        )
 
     async def _sessions(self, where: str, limit: int, **values: str | float | None) -> list[Session]:
         query = f"{SESSIONS} WHERE {where}"

@@ -8,6 +8,7 @@ import heapq
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,7 +28,6 @@ from tokenproxy.record.store import (
     Found,
     IndexedTurn,
     IndexEntry,
-    Limits,
     Session,
     StoreUnusable,
     Unreadable,
@@ -280,14 +280,10 @@ def find(connection: sqlite3.Connection, keys: Sequence[bytes]) -> dict[bytes, F
     return found
 
 
-def remove(connection: sqlite3.Connection, rollout: str, pinned_at: float, limits: Limits | None) -> bool:
-    """Remove a rollout with all its turns, unless it is pinned at a time. False if it stays or there is none.
-
-    Args:
-        limits: of what is remembered of evicted turns; None remembers nothing.
-    """
+def remove(connection: sqlite3.Connection, rollout: str, now: float, evicted_keys: int) -> bool:
+    """See `Evicting.remove`. `evicted_keys`: how many are remembered."""
     delete = "DELETE FROM sessions WHERE id = ? AND pinned_until <= ?"
-    if not connection.execute(delete, (rollout, pinned_at)).rowcount:
+    if not connection.execute(delete, (rollout, now)).rowcount:
         return False
     found_by: dict[IndexEntry, None] = {}
     rows = connection.execute("SELECT id, CAST(entries AS BLOB) FROM turns WHERE rollout = ?", (rollout,))
@@ -297,10 +293,10 @@ def remove(connection: sqlite3.Connection, rollout: str, pinned_at: float, limit
         connection.executemany(delete, [(*entry, turn) for entry in entries])
         found_by |= dict.fromkeys(entries)
     connection.execute("DELETE FROM turns WHERE rollout = ?", (rollout,))
-    if limits is not None:
+    if now < inf:
         connection.executemany("INSERT OR REPLACE INTO evicted (key, ids) VALUES (?, ?)", list(found_by))
         forget = "DELETE FROM evicted WHERE seq <= (SELECT max(seq) FROM evicted) - ?"
-        connection.execute(forget, (limits.evicted_keys,))
+        connection.execute(forget, (evicted_keys,))
     return True
 
 
