@@ -37,6 +37,24 @@ WHOLE_ROLLOUT = ""
 """The key of the whole rollout's reward in a mapping of rewards by turn id."""
 
 
+class Selection(NamedTuple):
+    """What of a rollout is trained on."""
+
+    shared: Shared = "once"
+    classes: frozenset[str] = frozenset()
+    """The classes of turns, `UNKNOWN` for those without one; empty for all."""
+    on_policy: bool = False
+    """Whether only turns without `off_policy` are."""
+
+    def holds(self, turn: Turn, request_class: str) -> bool:
+        """Whether a turn of a class is trained on."""
+        wanted = not self.classes or (request_class or UNKNOWN) in self.classes
+        return wanted and not (self.on_policy and turn.off_policy)
+
+
+EVERYTHING = Selection()
+
+
 class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     """The sampled ids of one turn: `completion_ids[start:end]` of its sample."""
 
@@ -193,10 +211,8 @@ def samples_of(
     rewards: Mapping[str, float],
     *,
     session: Session | None = None,
-    shared: Shared = "once",
+    selection: Selection = EVERYTHING,
     revision: int = 0,
-    wanted: frozenset[str] = frozenset(),
-    on_policy: bool = False,
 ) -> Samples:
     """The samples of one rollout, in time linear in the ids they hold.
 
@@ -209,19 +225,12 @@ def samples_of(
         rewards: by turn id; the whole rollout's by WHOLE_ROLLOUT. Those that are not finite are ignored.
         session: the rollout's description. Without it, the samples lack the fields of a session, and
             `rollout` is the id in the store.
-        shared: whether shared turns are trained once or in each sample.
+        selection: turns that it does not hold, after the last one of a path that it holds, are left out.
         revision: that of all samples.
-        wanted: the classes of turns to train on, `UNKNOWN` for those without one; empty for all. Turns of
-            other classes after the last wanted one of a path are left out.
-        on_policy: whether to train only on turns without `off_policy`; the others as those of other classes.
     """
     classes = classes_of(turns)
     links = links_of(turns, classes)
-    trainable = {
-        turn.id
-        for turn in turns
-        if (not wanted or (classes[turn.id] or UNKNOWN) in wanted) and not (on_policy and turn.off_policy)
-    }
+    trainable = {turn.id for turn in turns if selection.holds(turn, classes[turn.id])}
     tree = TurnTree(selected(turns, trainable))
     rewards = {turn_id: reward for turn_id, reward in rewards.items() if math.isfinite(reward)}
     paths = [path for path in tree.sound_paths() if any(turn.id in trainable for turn in path)]
@@ -233,7 +242,7 @@ def samples_of(
         trained = {
             turn.id
             for turn in path
-            if turn.id in trainable and (shared == "each" or leaf_of[turn.id] == leaf.id)
+            if turn.id in trainable and (selection.shared == "each" or leaf_of[turn.id] == leaf.id)
         }
         whole = tree.is_leaf(leaf)
         samples.append(

@@ -29,7 +29,7 @@ from tokenproxy.samples.feed import (
     read_step,
 )
 from tokenproxy.samples.layouts import Layout
-from tokenproxy.samples.samples import Shared
+from tokenproxy.samples.samples import Selection
 from tokenproxy.samples.turn_json import stored_json
 from tokenproxy.turn.services import Services
 from tokenproxy.web.auth import check_page
@@ -75,7 +75,6 @@ class _FeedRequest:
     wait_s: float
     selected: FeedFilter
     layout: Layout
-    shared: Shared
 
 
 class FeedSamples(StoreRoute):
@@ -177,17 +176,15 @@ def _read_parameters(request: Request) -> _FeedRequest:
     with refused_as("metadata", "`metadata` must be KEY=VALUE, as metadata=env%3Dmath"):
         metadata = tuple(map(metadata_condition, query_values(request, "metadata")))
     weights = frozenset(query_values(request, "weight_version"))
+    on_policy = requested_flag(request, "on_policy")
+    selection = Selection(requested_shared(request), requested_classes(request), on_policy)
     return _FeedRequest(
         consumer=check_name(consumer, "consumer") if consumer else "",
         after=_position(after, "after") if after else None,
         limit=limit,
         wait_s=wait_s,
-        selected=FeedFilter(
-            *(request.tenant, metadata, weights, requested_classes(request)),
-            requested_flag(request, "on_policy"),
-        ),
+        selected=FeedFilter(request.tenant, metadata, weights, selection),
         layout=requested_layout(request),
-        shared=requested_shared(request),
     )
 
 
@@ -213,9 +210,7 @@ async def _read_or_wait(requested: _FeedRequest, tenant: str, services: Services
     # a store that was lost may have given greater positions
     position = min(start, (await store.feed(LAST_POSITION, limit=0, tenant=tenant)).end)
     while True:
-        step = await read_step(
-            store, position, requested.limit, requested.selected, requested.shared, asyncio.to_thread
-        )
+        step = await read_step(store, position, requested.limit, requested.selected)
         if step.rollouts:
             return step
         position = step.position

@@ -17,7 +17,7 @@ from tokenproxy.record.store import DESCRIPTION, MAX_DESCRIPTION_BYTES, Cause, S
 from tokenproxy.record.turn import Turn, new_id, unpack_alternatives, unpack_ids, unpack_logprobs
 from tokenproxy.samples.chains import Link, links_of
 from tokenproxy.samples.classes import agents_of, classes_of
-from tokenproxy.samples.samples import samples_of
+from tokenproxy.samples.samples import Selection, samples_of
 from tokenproxy.samples.turn_json import session_fields, stored_json, traces_of, turn_fields
 from tokenproxy.turn.services import Services
 from tokenproxy.viewer.recording import RecordedSession
@@ -125,17 +125,12 @@ class SessionSamples(SessionRoute):
 
         `{"id", "samples", "refused"}`.
         """
-        shared, layout, session = requested_shared(request), requested_layout(request), found.session
-        classes, on_policy = requested_classes(request), requested_flag(request, "on_policy")
+        layout, session = requested_layout(request), found.session
+        on_policy = requested_flag(request, "on_policy")
+        selection = Selection(requested_shared(request), requested_classes(request), on_policy)
 
         def export() -> Response:
-            result = samples_of(
-                *(found.turns, found.rewards),
-                session=session,
-                shared=shared,
-                wanted=classes,
-                on_policy=on_policy,
-            )
+            result = samples_of(found.turns, found.rewards, session=session, selection=selection)
             rows = [layout.row(sample) for sample in result.samples]
             return json_response({"id": session.name, "samples": rows, "refused": result.refused})
 

@@ -166,7 +166,7 @@ async def test_all_but_damaged_records_is_served(shared_url: str, damage: Callab
         assert await store.path(turns["b"].id) == await store.turns("b") == [turns["b"]]
         assert [each.id for each in await store.sessions(limit=2)] == ["a", "b"]
         assert await store.session("c") is None
-    step = await read_step(store, 0, 9, FeedFilter(), "once", asyncio.to_thread)
+    step = await read_step(store, 0, 9, FeedFilter())
     assert [(each.session.id, each.refused[0].reason) for each in step.rollouts] == [
         ("b", "prompt_length_mismatch"),
         ("a", "missing_parent"),

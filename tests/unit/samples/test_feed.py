@@ -1,6 +1,5 @@
 """Reading the feed as samples: steps, filters, and what changes meanwhile."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -29,7 +28,7 @@ async def store() -> AsyncIterator[Store]:
 
 
 async def _step(store: Store, after: int = 0, limit: int = 100, **conditions: Any) -> FeedStep:
-    return await read_step(store, after, limit, FeedFilter(**conditions), "once", asyncio.to_thread)
+    return await read_step(store, after, limit, FeedFilter(**conditions))
 
 
 async def _finish(store: Store, name: str, *versions: str, **fields: Any) -> None:

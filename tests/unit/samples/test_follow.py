@@ -36,7 +36,7 @@ async def test_a_store_that_fails_for_a_while(monkeypatch: pytest.MonkeyPatch) -
         return await read(after, limit=limit, **kwargs)
 
     monkeypatch.setattr(store, "feed", fail_at_times)
-    follower = Follower(store, LAYOUTS["plain"], FeedFilter(), "once", 0, poll_s=0.001)
+    follower = Follower(store, LAYOUTS["plain"], FeedFilter(), 0, poll_s=0.001)
     running = asyncio.create_task(follower.run(file, errors.append))
     await until(lambda: reads > 6)
     await _finish(store, "b")
