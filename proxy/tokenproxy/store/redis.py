@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, islice
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -53,6 +53,8 @@ from tokenproxy.store.packed import (
 from tokenproxy.store.redis_servers import Call, RedisServers
 from tokenproxy.store.redis_urls import read_redis_url
 
+T = TypeVar("T")
+
 log = logging.getLogger("tokenproxy")
 
 SCHEMA_VERSION = b"5"
@@ -75,7 +77,7 @@ class RedisStore:
     async def open(self) -> None:
         """See `Store.open`."""
         name = self._servers.url.name
-        version, memory = await self._run(scripts.OPEN, [scripts.PREFIX + b"version"], SCHEMA_VERSION)
+        version, memory = await self._servers.run(scripts.OPEN, [scripts.PREFIX + b"version"], SCHEMA_VERSION)
         split = await self._servers.do(self._servers.client.exists(scripts.PREFIX + b"partitions"))
         if split or version != SCHEMA_VERSION:
             raise StoreUnusable(
@@ -108,14 +110,13 @@ class RedisStore:
         calls = [Call("SET", [_turn_key(turn.id)], [session.id]) for turn, _ in turns]
         calls += self._on_index(scripts.INDEX, members)
         await self._servers.run_each(calls, replicated=True)
-        counts = await self._run(scripts.ADD, _rollout_keys(session.id), *args)
+        counts = await self._servers.run(scripts.ADD, _rollout_keys(session.id), *args)
         return await self._save(session, counts, min([request_time(turn.id) for turn, _ in turns]))
 
     async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
         """See `Store.find`."""
         distinct = list(dict.fromkeys(keys))
-        step = 1 if self._servers.url.kind == "cluster" else max(len(distinct), 1)
-        parts = [distinct[start : start + step] for start in range(0, len(distinct), step)]
+        parts = self._parts(distinct)
         replies = await self._servers.run_each(
             [Call(scripts.FIND, list(map(_index_key, part)), []) for part in parts]
         )
@@ -135,7 +136,11 @@ class RedisStore:
             )
             for candidate, state in zip(candidates, states, strict=True):
                 names = _rollout_keys(candidate.rollout)
-                if candidate.turn and state is None and await self._run(scripts.CLAIM, names, candidate.turn):
+                if (
+                    candidate.turn
+                    and state is None
+                    and await self._servers.run(scripts.CLAIM, names, candidate.turn)
+                ):
                     return candidate.turn
             if len(members) < _PAGE:
                 return None
@@ -144,7 +149,7 @@ class RedisStore:
     async def release(self, turn: str) -> None:
         """See `Store.release`."""
         if rollout := await self._rollout_of(turn):
-            await self._run(scripts.RELEASE, _rollout_keys(rollout), turn)
+            await self._servers.run(scripts.RELEASE, _rollout_keys(rollout), turn)
 
     async def pin(self, rollout: str, until: float) -> bool:
         """See `Store.pin`."""
@@ -154,7 +159,7 @@ class RedisStore:
         """See `Store.path`."""
         if (rollout := await self._rollout_of(turn)) is None:
             return []
-        found = await self._run(scripts.PATH, _rollout_keys(rollout), turn)
+        found = await self._servers.run(scripts.PATH, _rollout_keys(rollout), turn)
         return complete_path(turn, unpack_turns(_pairs(found), self.unreadable))
 
     async def turns(self, rollout: str) -> list[Turn]:
@@ -205,11 +210,13 @@ class RedisStore:
         args: list[Any] = [name, await pack_value(value), expires, repr(now), self.limits.bytes_of(space)]
         if before is not ...:
             args.append(await pack_value(before))
-        kept = bool(await self._run(scripts.PUT, _space_keys(space), *args))
+        kept = bool(await self._servers.run(scripts.PUT, _space_keys(space), *args))
         if kept or before is not None:
             return kept
         damaged = [value for _, value in await self._packed(space, [name]) if is_damaged(value)]
-        return bool(damaged and await self._run(scripts.PUT, _space_keys(space), *args[:-1], damaged[0]))
+        return bool(
+            damaged and await self._servers.run(scripts.PUT, _space_keys(space), *args[:-1], damaged[0])
+        )
 
     async def get(
         self, space: str, names: Sequence[str] | None = None, *, complete: bool = False
@@ -220,7 +227,7 @@ class RedisStore:
 
     async def _packed(self, space: str, names: Sequence[str] | None) -> Iterable[tuple[bytes, bytes]]:
         wanted = ("*",) if names is None else ("", *dict.fromkeys(names))
-        return _pairs(await self._run(scripts.GET, _space_keys(space), repr(time.time()), *wanted))
+        return _pairs(await self._servers.run(scripts.GET, _space_keys(space), repr(time.time()), *wanted))
 
     async def evict(self) -> Evicted:
         """See `Store.evict`."""
@@ -278,7 +285,7 @@ class RedisStore:
 
     async def _remove_turns(self, rollout: str, remembered_s: int) -> None:
         """Remove the turns of a rollout that is no longer in the list, and what finds them."""
-        removed = list(_pairs(await self._run(scripts.REMOVE_TURNS, _rollout_keys(rollout))))
+        removed = list(_pairs(await self._servers.run(scripts.REMOVE_TURNS, _rollout_keys(rollout))))
         members = [
             (_index_key(entry.key), _member(entry.ids, turn.decode(), rollout))
             for turn, packed in removed
@@ -286,15 +293,20 @@ class RedisStore:
         ]
         calls = [Call("UNLINK", [_turn_key(turn.decode())], []) for turn, _ in removed]
         await self._servers.run_each(calls + self._on_index(scripts.UNINDEX, members, remembered_s))
-        await self._run_list(scripts.FORGET, rollout)
+        await self._servers.run_each([Call("SREM", [scripts.SESSIONS + b"removed"], [rollout])])
 
     def _on_index(self, script: str, members: Sequence[tuple[bytes, bytes]], *args: Any) -> list[Call]:
-        """Calls of a script for keys of the index, each with a member: in a cluster one for each key."""
-        step = 1 if self._servers.url.kind == "cluster" else max(len(members), 1)
-        parts = [members[start : start + step] for start in range(0, len(members), step)]
+        """Calls of a script for keys of the index, each with a member."""
         return [
-            Call(script, [key for key, _ in part], [*args, *(each for _, each in part)]) for part in parts
+            Call(script, [key for key, _ in part], [*args, *(each for _, each in part)])
+            for part in self._parts(members)
         ]
+
+    def _parts(self, keyed: Sequence[T]) -> list[Sequence[T]]:
+        """What belongs to keys of the index, in parts for one script: in a cluster one for each key."""
+        if self._servers.url.kind == "cluster":
+            return [[each] for each in keyed]
+        return [keyed] if keyed else []
 
     async def _rollout_of(self, turn: str) -> str | None:
         rollout = await self._servers.do(self._servers.client.get(_turn_key(turn)))
@@ -303,9 +315,6 @@ class RedisStore:
     async def _server_time(self) -> float:
         seconds, microseconds = await self._run_list(scripts.TIME)
         return int(seconds) + int(microseconds) / 1e6
-
-    async def _run(self, script: str, keys: Sequence[bytes], *args: Any) -> Any:
-        return await self._servers.run(script, keys, *args)
 
     async def _run_list(self, script: str, *args: Any) -> Any:
         """Run a script of the list of sessions."""

@@ -367,9 +367,6 @@ return found
 """
 """Reply: rollouts that were removed from the list by a process that ended before it removed their turns."""
 
-FORGET = "redis.call('SREM', KEYS[1] .. 'removed', ARGV[1])"
-"""Arguments: rollout whose turns are removed."""
-
 FINISH = (
     _SOUND
     + """

@@ -19,6 +19,7 @@ from tokenproxy.record.store import (
     Unreadable,
 )
 from tokenproxy.record.turn import Turn
+from tokenproxy.store import sqlite_tables as tables
 from tokenproxy.store.eviction import Eviction
 from tokenproxy.store.packed import (
     complete_path,
@@ -28,24 +29,6 @@ from tokenproxy.store.packed import (
     pack_value,
     unpack_turns,
     unpack_values,
-)
-from tokenproxy.store.sqlite_tables import (
-    PATH,
-    PLACED,
-    SESSIONS,
-    TURNS,
-    USED_NOW,
-    Kept,
-    add_turns,
-    find,
-    finish,
-    in_chunks,
-    prepare,
-    put,
-    question_marks,
-    read_sessions,
-    remove,
-    totals,
 )
 from tokenproxy.store.sqlite_threads import Database, MemoryDatabase
 
@@ -79,13 +62,14 @@ class SqliteStore:
         """See `Store.add`."""
         packed, now = await pack_turns(turns), time.time()
         held = await self._database.write(
-            lambda connection: add_turns(connection, session, turns, packed, now), sum(map(len, packed))
+            lambda connection: tables.add_turns(connection, session, turns, packed, now),
+            sum(map(len, packed)),
         )
         return await self._eviction.run(session.id) if held > self.limits.max_bytes else Evicted()
 
     async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
         """See `Store.find`."""
-        return await self._database.read(lambda connection: find(connection, keys))
+        return await self._database.read(lambda connection: tables.find(connection, keys))
 
     async def claim(self, key: bytes, ids: bytes) -> str | None:
         """See `Store.claim`."""
@@ -104,9 +88,8 @@ class SqliteStore:
 
     async def pin(self, rollout: str, until: float) -> bool:
         """See `Store.pin`."""
-        query = (
-            f"UPDATE sessions SET used = {USED_NOW}, pinned_until = max(pinned_until, :until) WHERE id = :id"
-        )
+        used = f"used = {tables.USED_NOW}"
+        query = f"UPDATE sessions SET {used}, pinned_until = max(pinned_until, :until) WHERE id = :id"
         values = {"now": time.time(), "until": until, "id": rollout}
         return await self._database.write(lambda connection: connection.execute(query, values).rowcount > 0)
 
@@ -114,9 +97,9 @@ class SqliteStore:
         """See `Store.path`."""
 
         def work(connection: sqlite3.Connection) -> list[Turn]:
-            turns = unpack_turns(connection.execute(PATH, (turn,)), self.unreadable)
+            turns = unpack_turns(connection.execute(tables.PATH, (turn,)), self.unreadable)
             for holder in missing_holders(turns.values(), turns):
-                row = connection.execute(f"{TURNS} WHERE id = ?", (holder,))
+                row = connection.execute(f"{tables.TURNS} WHERE id = ?", (holder,))
                 turns |= unpack_turns(row, self.unreadable)
             return complete_path(turn, turns)
 
@@ -124,7 +107,7 @@ class SqliteStore:
 
     async def turns(self, rollout: str) -> list[Turn]:
         """See `Store.turns`."""
-        query = f"{TURNS} WHERE rollout = ? ORDER BY id"
+        query = f"{tables.TURNS} WHERE rollout = ? ORDER BY id"
 
         def work(connection: sqlite3.Connection) -> list[Turn]:
             turns = unpack_turns(connection.execute(query, (rollout,)), self.unreadable)
@@ -157,7 +140,7 @@ class SqliteStore:
         """See `Store.finish`."""
         now = time.time()
         return await self._database.write(
-            lambda connection: finish(connection, rollout, cause, rewards or {}, now)
+            lambda connection: tables.finish(connection, rollout, cause, rewards or {}, now)
         )
 
     async def feed(self, after: int, *, limit: int, tenant: str | None = None) -> FeedPage:
@@ -167,14 +150,14 @@ class SqliteStore:
         values: dict[str, Any] = {"tenant": tenant, "after": after}
 
         def work(connection: sqlite3.Connection) -> FeedPage:
-            _, end = totals(connection)
+            _, end = tables.totals(connection)
             if tenant is not None:
-                own_end = f"SELECT max(position) FROM sessions WHERE tenant = :tenant AND {PLACED}"
+                own_end = f"SELECT max(position) FROM sessions WHERE tenant = :tenant AND {tables.PLACED}"
                 end = connection.execute(own_end, values).fetchone()[0] or 0
-            count = f"SELECT count(*) FROM sessions WHERE {where} AND {PLACED}"
+            count = f"SELECT count(*) FROM sessions WHERE {where} AND {tables.PLACED}"
             waiting = connection.execute(count, values).fetchone()[0]
-            query = f"{SESSIONS} WHERE {where} ORDER BY position"
-            sessions = read_sessions(connection, query, values, limit, self.unreadable)
+            query = f"{tables.SESSIONS} WHERE {where} ORDER BY position"
+            sessions = tables.read_sessions(connection, query, values, limit, self.unreadable)
             return FeedPage(end, waiting, sessions)
 
         return await self._database.read(work)
@@ -185,9 +168,9 @@ class SqliteStore:
         """See `Store.put`."""
         now, most = time.time(), self.limits.bytes_of(space)
         wanted = before if before is ... else await pack_value(before)
-        row = Kept(space, name, inf if keep_s is None else now + keep_s, await pack_value(value))
+        row = tables.Kept(space, name, inf if keep_s is None else now + keep_s, await pack_value(value))
         return await self._database.write(
-            lambda connection: put(connection, row, now, most, wanted), len(row.value)
+            lambda connection: tables.put(connection, row, now, most, wanted), len(row.value)
         )
 
     async def get(
@@ -196,12 +179,13 @@ class SqliteStore:
         """See `Store.get`."""
         columns, now = "CAST(name AS BLOB), CAST(value AS BLOB)", time.time()
         query = f"SELECT {columns} FROM kept WHERE space = ? AND expires > ?"
+        wanted = [()] if names is None else [(name,) for name in names]
+        query += "" if names is None else " AND name = ?"
 
         def work(connection: sqlite3.Connection) -> dict[str, bytes]:
-            found = dict(connection.execute(query, (space, now))) if names is None else {}
-            for chunk in in_chunks(names or ()):
-                one_of = f"{query} AND name IN ({question_marks(chunk)})"
-                found.update(connection.execute(one_of, (space, now, *chunk)))
+            found: dict[bytes, bytes] = {}
+            for name in wanted:
+                found.update(connection.execute(query, (space, now, *name)))
             return unpack_values(found.items(), space, self.unreadable, complete=complete)
 
         return await self._database.read(work)
@@ -212,7 +196,7 @@ class SqliteStore:
 
     async def held_bytes(self) -> int:
         """See `Evicting.held_bytes`."""
-        return (await self._database.read(totals))[0]
+        return (await self._database.read(tables.totals))[0]
 
     async def oldest(self, after: float, limit: int) -> list[Session]:
         """See `Evicting.oldest`."""
@@ -221,14 +205,14 @@ class SqliteStore:
     async def remove(self, rollout: str, now: float) -> bool:
         """See `Evicting.remove`."""
         return await self._database.write(
-            lambda connection: remove(connection, rollout, now, self.limits.evicted_keys)
+            lambda connection: tables.remove(connection, rollout, now, self.limits.evicted_keys)
         )
 
     async def _sessions(self, where: str, limit: int, **values: str | float | None) -> list[Session]:
-        query = f"{SESSIONS} WHERE {where}"
+        query = f"{tables.SESSIONS} WHERE {where}"
         return await self._database.read(
-            lambda connection: read_sessions(connection, query, values, limit, self.unreadable)
+            lambda connection: tables.read_sessions(connection, query, values, limit, self.unreadable)
         )
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
-        prepare(connection, self.file)
+        tables.prepare(connection, self.file)

@@ -6,11 +6,11 @@ no write has to add anything up. Everything here runs in a transaction of the ca
 
 import heapq
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import asdict
@@ -35,11 +35,10 @@ from tokenproxy.record.store import (
 from tokenproxy.record.turn import request_time
 from tokenproxy.store.packed import is_damaged, pack_entries, text, unpack_entries
 
-T = TypeVar("T", bytes, str)
-
 SCHEMA_VERSION = 6
 _APPLICATION_ID = 0x746F6B70
 _EXPIRED_AT_ONCE = 512
+_KEYS_AT_ONCE = 256
 _SCHEMA = f"""
 CREATE TABLE turns (
     id TEXT NOT NULL UNIQUE, rollout TEXT NOT NULL, parent TEXT, state INTEGER NOT NULL,
@@ -197,18 +196,6 @@ def add_turns(
     return totals(connection, restore=True)[0]
 
 
-def in_chunks(values: Iterable[T]) -> Iterator[list[T]]:
-    """The distinct values, in lists short enough for the values of one statement."""
-    distinct = list(dict.fromkeys(values))
-    for start in range(0, len(distinct), 256):
-        yield distinct[start : start + 256]
-
-
-def question_marks(values: Sequence[object]) -> str:
-    """As many as there are values, for SQL's `IN (...)`."""
-    return ", ".join("?" * len(values))
-
-
 def _is_below(value: object, end: int) -> bool:
     return isinstance(value, int) and 0 <= value < end
 
@@ -258,8 +245,10 @@ def _session(row: Sequence[Any]) -> Session:
 def find(connection: sqlite3.Connection, keys: Sequence[bytes]) -> dict[bytes, Found]:
     """See `Store.find`."""
     groups: dict[bytes, dict[bytes, tuple[int, str, int]]] = {}
-    for chunk in in_chunks(keys):
-        marks = question_marks(chunk)
+    distinct = list(dict.fromkeys(keys))
+    for start in range(0, len(distinct), _KEYS_AT_ONCE):
+        chunk = distinct[start : start + _KEYS_AT_ONCE]
+        marks = ", ".join("?" * len(chunk))
         query = f"""
             SELECT key, ids, count(*), max(turn), 0 FROM entries WHERE key IN ({marks}) GROUP BY key, ids
             UNION ALL SELECT key, ids, 0, '', 1 FROM evicted WHERE key IN ({marks})
