@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from tokenproxy.record.store import Session
 from tokenproxy.record.turn import Segment, Turn, WeightSpan, unpack_ids, unpack_logprobs
-from tokenproxy.samples.chains import Link, links_of
+from tokenproxy.samples.chains import links_of
 from tokenproxy.samples.classes import UNKNOWN, classes_of, selected
 from tokenproxy.samples.tree import TurnTree, last_request, parsed
 
@@ -228,28 +228,19 @@ def samples_of(
         selection: turns that it does not hold, after the last one of a path that it holds, are left out.
         revision: that of all samples.
     """
-    classes = classes_of(turns)
-    links = links_of(turns, classes)
-    trainable = {turn.id for turn in turns if selection.holds(turn, classes[turn.id])}
-    tree = TurnTree(selected(turns, trainable))
     rewards = {turn_id: reward for turn_id, reward in rewards.items() if math.isfinite(reward)}
+    rollout = _Rollout(turns, rewards, session, revision)
+    trainable = {turn.id for turn in turns if selection.holds(turn, rollout.classes[turn.id])}
+    tree = TurnTree(selected(turns, trainable))
     paths = [path for path in tree.sound_paths() if any(turn.id in trainable for turn in path)]
     leaf_of = _leaf_that_trains(sorted(paths, key=lambda path: _preference(path[-1], tree, rewards)))
-    samples = []
-    delivered: set[str] = set()
-    for index, path in enumerate(paths):
-        leaf = path[-1]
-        trained = {
-            turn.id
-            for turn in path
-            if turn.id in trainable and (selection.shared == "each" or leaf_of[turn.id] == leaf.id)
-        }
-        whole = tree.is_leaf(leaf)
-        samples.append(
-            _sample(path, trained, classes, links, rewards, session, delivered, index, revision, whole=whole)
-        )
+    samples: list[Sample] = []
+    for path in paths:
+        leaf, each = path[-1], selection.shared == "each"
+        trained = {turn.id for turn in path if turn.id in trainable and (each or leaf_of[turn.id] == leaf.id)}
+        samples.append(rollout.sample(path, trained, len(samples), whole=tree.is_leaf(leaf)))
     refused = [
-        Refused(rollout=_name(session, leaf), leaf=leaf.id, turn=fault.turn, reason=fault.reason)
+        Refused(rollout=rollout.name_of(leaf), leaf=leaf.id, turn=fault.turn, reason=fault.reason)
         for leaf, fault in tree.faulty_leaves()
     ]
     return Samples(samples, refused)
@@ -275,66 +266,6 @@ def _leaf_that_trains(paths: Iterable[Sequence[Turn]]) -> dict[str, str]:
     return leaf_of
 
 
-def _sample(
-    path: Sequence[Turn],
-    trained: set[str],
-    classes: Mapping[str, str],
-    links: Mapping[str, Link],
-    rewards: Mapping[str, float],
-    session: Session | None,
-    delivered: set[str],
-    index: int,
-    revision: int,
-    *,
-    whole: bool,
-) -> Sample:
-    """The sample of a path.
-
-    Args:
-        trained: ids of the turns whose mask is 1.
-        classes: those of `classes_of`.
-        links: those of `links_of`.
-        delivered: digests of the images that earlier samples hold; those of this sample are added.
-    """
-    joined = _join(path, trained, classes, rewards)
-    messages, tools, template_kwargs = last_request(path)
-    images = [image for turn in path for image in turn.images]
-    image_data = {image.digest: image.image.url for image in images if image.digest not in delivered}
-    delivered.update(image_data)
-    last = path[-1]
-    modes = {turn.logprobs_mode for turn in path}
-    return Sample(
-        rollout=_name(session, last),
-        tenant=session.tenant if session else "",
-        leaf=last.id,
-        index=index,
-        whole=whole,
-        session=session is not None and session.explicit,
-        ambiguous=session is not None and session.ambiguous,
-        model=last.model,
-        prompt_ids=unpack_ids(path[0].appended),
-        completion_ids=joined.ids,
-        loss_mask=joined.mask,
-        logprobs=joined.logprobs,
-        logprobs_mode=modes.pop() if len(modes) == 1 else "",
-        turns=joined.spans,
-        finish_reason=joined.spans[-1].finish_reason,
-        reward=rewards.get(last.id, rewards.get(WHOLE_ROLLOUT)),
-        messages=messages,
-        tools=tools,
-        template_kwargs=template_kwargs,
-        metadata=parsed(session.metadata, dict) if session else {},
-        images=[SampleImage(image.digest, image.offset, image.length) for image in images],
-        image_data=image_data,
-        revision=revision,
-        request_class=classes[last.id],
-        agent=last.agent,
-        parent_agent=last.parent_agent,
-        continues=links[path[0].id].continues,
-        segment=links[path[0].id].number,
-    )
-
-
 class _Joined(NamedTuple):
     """The ids of a path after its first prompt, with what belongs to each."""
 
@@ -344,43 +275,100 @@ class _Joined(NamedTuple):
     spans: list[TurnSpan]
 
 
-def _join(
-    path: Sequence[Turn], trained: set[str], classes: Mapping[str, str], rewards: Mapping[str, float]
-) -> _Joined:
-    """Join the turns of a path. Arguments are those of `_sample`."""
-    ids, mask, logprobs, spans = joined = _Joined([], [], [], [])
-    for turn in path:
-        if spans:  # what the first turn appended is the sample's prompt
-            appended = unpack_ids(turn.appended)
-            ids.extend(appended)
-            mask.extend([0] * len(appended))
-            logprobs.extend([None] * len(appended))
-        spans.append(_span(turn, len(ids), turn.id in trained, classes[turn.id], rewards.get(turn.id)))
-        ids.extend(unpack_ids(turn.completion))
-        mask.extend([int(turn.id in trained)] * turn.completion_tokens)
-        logprobs.extend(unpack_logprobs(turn.logprobs))
-    return joined
+class _Rollout:
+    """What the samples of one rollout share."""
 
+    def __init__(
+        self, turns: Sequence[Turn], rewards: Mapping[str, float], session: Session | None, revision: int
+    ) -> None:
+        """Arguments are those of `samples_of`."""
+        self.classes = classes_of(turns)
+        self._links = links_of(turns, self.classes)
+        self._rewards = rewards
+        self._session = session
+        self._revision = revision
+        self._delivered: set[str] = set()
+        """Digests of the images that earlier samples hold."""
 
-def _name(session: Session | None, turn: Turn) -> str:
-    return session.name if session else turn.rollout
+    def name_of(self, turn: Turn) -> str:
+        """The name of the rollout, given one of its turns."""
+        return self._session.name if self._session else turn.rollout
 
+    def sample(self, path: Sequence[Turn], trained: set[str], index: int, *, whole: bool) -> Sample:
+        """The sample of a path. `trained`: ids of the turns whose mask is 1."""
+        joined, session, rewards = self._join(path, trained), self._session, self._rewards
+        messages, tools, template_kwargs = last_request(path)
+        images = [image for turn in path for image in turn.images]
+        image_data = {
+            image.digest: image.image.url for image in images if image.digest not in self._delivered
+        }
+        self._delivered.update(image_data)
+        last, link = path[-1], self._links[path[0].id]
+        modes = {turn.logprobs_mode for turn in path}
+        return Sample(
+            rollout=self.name_of(last),
+            tenant=session.tenant if session else "",
+            leaf=last.id,
+            index=index,
+            whole=whole,
+            session=session is not None and session.explicit,
+            ambiguous=session is not None and session.ambiguous,
+            model=last.model,
+            prompt_ids=unpack_ids(path[0].appended),
+            completion_ids=joined.ids,
+            loss_mask=joined.mask,
+            logprobs=joined.logprobs,
+            logprobs_mode=modes.pop() if len(modes) == 1 else "",
+            turns=joined.spans,
+            finish_reason=last.finish_reason,
+            reward=rewards.get(last.id, rewards.get(WHOLE_ROLLOUT)),
+            messages=messages,
+            tools=tools,
+            template_kwargs=template_kwargs,
+            metadata=parsed(session.metadata, dict) if session else {},
+            images=[SampleImage(image.digest, image.offset, image.length) for image in images],
+            image_data=image_data,
+            revision=self._revision,
+            request_class=self.classes[last.id],
+            agent=last.agent,
+            parent_agent=last.parent_agent,
+            continues=link.continues,
+            segment=link.number,
+        )
 
-def _span(turn: Turn, start: int, trained: bool, request_class: str, reward: float | None) -> TurnSpan:
-    return TurnSpan(
-        id=turn.id,
-        start=start,
-        end=start + turn.completion_tokens,
-        trained=trained,
-        reward=reward,
-        weight_versions=[
-            WeightSpan(span.version, start + span.start, start + span.end) for span in turn.weight_versions
-        ],
-        segments=[replace(each, start=start + each.start, end=start + each.end) for each in turn.segments],
-        sampling_mask=_mask(turn),
-        request_class=request_class,
-        **{name: getattr(turn, name) for name in UNCHANGED},
-    )
+    def _join(self, path: Sequence[Turn], trained: set[str]) -> _Joined:
+        """Join the turns of a path."""
+        ids, mask, logprobs, spans = joined = _Joined([], [], [], [])
+        for turn in path:
+            if spans:  # what the first turn appended is the sample's prompt
+                appended = unpack_ids(turn.appended)
+                ids.extend(appended)
+                mask.extend([0] * len(appended))
+                logprobs.extend([None] * len(appended))
+            spans.append(self._span(turn, len(ids), trained=turn.id in trained))
+            ids.extend(unpack_ids(turn.completion))
+            mask.extend([int(turn.id in trained)] * turn.completion_tokens)
+            logprobs.extend(unpack_logprobs(turn.logprobs))
+        return joined
+
+    def _span(self, turn: Turn, start: int, *, trained: bool) -> TurnSpan:
+        return TurnSpan(
+            id=turn.id,
+            start=start,
+            end=start + turn.completion_tokens,
+            trained=trained,
+            reward=self._rewards.get(turn.id),
+            weight_versions=[
+                WeightSpan(span.version, start + span.start, start + span.end)
+                for span in turn.weight_versions
+            ],
+            segments=[
+                replace(each, start=start + each.start, end=start + each.end) for each in turn.segments
+            ],
+            sampling_mask=_mask(turn),
+            request_class=self.classes[turn.id],
+            **{name: getattr(turn, name) for name in UNCHANGED},
+        )
 
 
 def _mask(turn: Turn) -> list[list[int]] | None:
