@@ -18,7 +18,8 @@ from typing import NamedTuple
 import msgspec
 
 from tokenproxy.monitoring.metrics import Metrics
-from tokenproxy.record.store import LAST_POSITION, Cause, Position, Store, Time
+from tokenproxy.record.store import LAST_POSITION, Position, Store, Time
+from tokenproxy.record.vocabulary import Cause
 
 CONSUMERS = "consumers"
 """Their space in a store; a name is `TENANT/NAME`, and a value an `Acknowledged` as MessagePack."""

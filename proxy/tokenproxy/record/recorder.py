@@ -26,10 +26,11 @@ from tokenproxy.record.completion import Completion, SampledChoice, untrainable_
 from tokenproxy.record.encoders import WORTH_A_THREAD_BYTES, EncoderPool
 from tokenproxy.record.identity import ParsedMessage, ids_entries, text_entries
 from tokenproxy.record.images import name_by_digest, placed_by_engine
+from tokenproxy.record.index import IndexedTurn, IndexEntry
 from tokenproxy.record.origin import origin_of
 from tokenproxy.record.plan import Placement, PromptPlan
 from tokenproxy.record.sent_back import other_forms
-from tokenproxy.record.store import FULL, IndexedTurn, IndexEntry, Store, StoreError
+from tokenproxy.record.store import FULL, Store, StoreError
 from tokenproxy.record.turn import (
     PromptImage,
     Turn,

@@ -17,13 +17,14 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from types import EllipsisType
 from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import msgspec
 
+from tokenproxy.record.index import Found, IndexedTurn
 from tokenproxy.record.turn import Turn
+from tokenproxy.record.vocabulary import Cause
 
 if TYPE_CHECKING:
     from tokenproxy.monitoring.metrics import Metrics
@@ -32,9 +33,6 @@ log = logging.getLogger("tokenproxy")
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-FOUND_AT_MOST = 16
-"""Groups that `find` returns for one key, and turns that it returns for one group."""
 
 DESCRIPTION = ("defaults", "overrides", "metadata", "limits", "policy")
 """The fields of a `Session` that its client sets, each a JSON object."""
@@ -121,17 +119,6 @@ class Unreadable:
             return None
 
 
-class Cause(StrEnum):
-    """Why a rollout is finished."""
-
-    REWARD = "reward"
-    """The whole rollout got a reward; or a turn did, after the rollout was finished."""
-    END = "end"
-    """The client ended its session."""
-    IDLE = "idle"
-    """It was not used for `finish_after_s`."""
-
-
 class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A rollout: what the store holds of it next to its turns."""
 
@@ -191,53 +178,6 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def session_id(tenant: str, name: str) -> str:
     """The id of a tenant's session in a store. Names hold no slash, so two tenants never share an id."""
     return f"{tenant}/{name}" if tenant else name
-
-
-class IndexEntry(NamedTuple):
-    """One way in which a turn is found again."""
-
-    key: bytes
-    """16 bytes."""
-    ids: bytes = b""
-    """The turn's `ids_digest`, where a turn found by this key may be continued. Empty for keys that only
-    explain why nothing was found."""
-
-
-class IndexedTurn(NamedTuple):
-    """A turn to be recorded."""
-
-    turn: Turn
-    entries: Sequence[IndexEntry] = ()
-    """What finds it."""
-
-
-class Candidate(NamedTuple):
-    """A recorded turn that a request may continue."""
-
-    turn: str
-    """Its id; empty if it was evicted."""
-    rollout: str
-    """Empty if it was evicted."""
-
-
-class CandidateGroup(NamedTuple):
-    """The turns under one key that have equal ids."""
-
-    ids: bytes
-    """Their `ids_digest`; empty under keys that only explain."""
-    total: int
-    """How many there are; all that were evicted count as one."""
-    candidates: list[Candidate]
-    """At most FOUND_AT_MOST of them, the newest first, those that were evicted last."""
-
-
-class Found(NamedTuple):
-    """What is under one key."""
-
-    total: int
-    """Of all groups, those not returned too."""
-    groups: list[CandidateGroup]
-    """At most FOUND_AT_MOST, in any order; `total` tells whether there are more."""
 
 
 class FeedPage(NamedTuple):

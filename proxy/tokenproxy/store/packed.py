@@ -13,7 +13,8 @@ import msgspec
 from msgspec.structs import replace
 
 from tokenproxy.record.encoders import WORTH_A_THREAD_BYTES
-from tokenproxy.record.store import DAMAGED, IndexedTurn, IndexEntry, RecordDamaged, Unreadable
+from tokenproxy.record.index import IndexedTurn, IndexEntry
+from tokenproxy.record.store import DAMAGED, RecordDamaged, Unreadable
 from tokenproxy.record.turn import Turn
 
 if sys.version_info >= (3, 14):

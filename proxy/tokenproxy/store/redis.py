@@ -18,23 +18,20 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from tokenproxy.record.index import Candidate, CandidateGroup, Found, IndexedTurn
 from tokenproxy.record.store import (
     DESCRIPTION,
     LAST_POSITION,
     Before,
-    Candidate,
-    CandidateGroup,
-    Cause,
     Evicted,
     FeedPage,
-    Found,
-    IndexedTurn,
     Limits,
     Session,
     StoreUnusable,
     Unreadable,
 )
 from tokenproxy.record.turn import Turn, request_time
+from tokenproxy.record.vocabulary import Cause
 from tokenproxy.store import redis_scripts as scripts
 from tokenproxy.store.eviction import Eviction
 from tokenproxy.store.packed import (

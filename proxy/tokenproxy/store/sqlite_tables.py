@@ -15,19 +15,14 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import asdict
 
+from tokenproxy.record.index import FOUND_AT_MOST, Candidate, CandidateGroup, Found, IndexedTurn, IndexEntry
 from tokenproxy.record.store import (
     DAMAGED,
     DESCRIPTION,
-    FOUND_AT_MOST,
     LAST_POSITION,
     LATEST_S,
     MOST_BYTES,
     Before,
-    Candidate,
-    CandidateGroup,
-    Found,
-    IndexedTurn,
-    IndexEntry,
     Session,
     StoreUnusable,
     Unreadable,

@@ -13,8 +13,9 @@ from tokenproxy.base.http import Request, Response, json_response, query_value
 from tokenproxy.base.types import Fields
 from tokenproxy.record.refusals import read_refusals
 from tokenproxy.record.session_rules import SessionRules
-from tokenproxy.record.store import DESCRIPTION, MAX_DESCRIPTION_BYTES, Cause, Session, session_id
+from tokenproxy.record.store import DESCRIPTION, MAX_DESCRIPTION_BYTES, Session, session_id
 from tokenproxy.record.turn import Turn, new_id, unpack_alternatives, unpack_ids, unpack_logprobs
+from tokenproxy.record.vocabulary import Cause
 from tokenproxy.samples.chains import Link, links_of
 from tokenproxy.samples.classes import agents_of, classes_of
 from tokenproxy.samples.samples import Selection, samples_of

@@ -18,8 +18,9 @@ from msgspec.structs import replace
 from tests.support.store_utils import bare, opened
 from tests.support.trees import rollout
 from tests.support.utils import wait_until
-from tokenproxy.record.store import Cause, Session
+from tokenproxy.record.store import Session
 from tokenproxy.record.turn import WeightSpan
+from tokenproxy.record.vocabulary import Cause
 from tokenproxy.samples.layouts import LAYOUTS
 
 Capture = pytest.CaptureFixture[str]

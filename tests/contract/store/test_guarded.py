@@ -12,7 +12,6 @@ from tests.support.utils import until
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.store import (
     DOCUMENTS,
-    Cause,
     Evicted,
     Limits,
     RecordRefused,
@@ -24,6 +23,7 @@ from tokenproxy.record.store import (
 )
 from tokenproxy.record.store_time import store_time
 from tokenproxy.record.turn import Turn
+from tokenproxy.record.vocabulary import Cause
 from tokenproxy.store.guarded import _READS, GuardedStore, GuardLimits
 from tokenproxy.store.sqlite import SqliteStore
 

@@ -15,7 +15,8 @@ from tests.support.ports import held_port
 from tests.support.redis_server import run_redis
 from tests.support.store_utils import add, digest_of, entry, make_turn, opened, usage
 from tokenproxy.monitoring.metrics import Metrics
-from tokenproxy.record.store import Cause, Limits, StoreError
+from tokenproxy.record.store import Limits, StoreError
+from tokenproxy.record.vocabulary import Cause
 from tokenproxy.store import redis_scripts
 from tokenproxy.store.guarded import GuardedStore
 from tokenproxy.store.urls import make_store

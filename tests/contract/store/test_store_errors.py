@@ -20,8 +20,9 @@ from tests.support.store_utils import add, digest_of, entry, make_turn, opened, 
 from tokenproxy.fleet.shared import SharedError
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record import feed
-from tokenproxy.record.store import Cause, Limits, RecordRefused, Store, StoreError
+from tokenproxy.record.store import Limits, RecordRefused, Store, StoreError
 from tokenproxy.record.turn import Turn
+from tokenproxy.record.vocabulary import Cause
 from tokenproxy.samples.feed import FeedFilter, read_step
 from tokenproxy.samples.turn_json import traces_of
 from tokenproxy.store.fleet_words import StoredWords

@@ -8,7 +8,8 @@ import pytest
 from tests.support.store_utils import add, bare, make_session, make_turn, opened
 from tokenproxy.record import feed
 from tokenproxy.record.feed import Consumer
-from tokenproxy.record.store import Cause, Evicted, Limits, Store
+from tokenproxy.record.store import Evicted, Limits, Store
+from tokenproxy.record.vocabulary import Cause
 
 
 async def _add(store: Store, *rollouts: str) -> None:

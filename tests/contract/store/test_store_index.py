@@ -6,7 +6,8 @@ import random
 import pytest
 
 from tests.support.store_utils import add, digest_of, entry, make_session, make_turn
-from tokenproxy.record.store import FOUND_AT_MOST, Candidate, CandidateGroup, Found, IndexedTurn, Store
+from tokenproxy.record.index import FOUND_AT_MOST, Candidate, CandidateGroup, Found, IndexedTurn
+from tokenproxy.record.store import Store
 from tokenproxy.record.turn import Turn
 
 _KEY = digest_of("k")

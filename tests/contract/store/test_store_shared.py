@@ -3,7 +3,7 @@
 import asyncio
 
 from tests.support.store_utils import Usage, add, digest_of, entry, make_session, make_turn, opened, usage
-from tokenproxy.record.store import Cause
+from tokenproxy.record.vocabulary import Cause
 
 
 async def test_one_of_two_gets_a_turn_or_a_value(shared_url: str) -> None:

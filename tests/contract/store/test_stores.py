@@ -17,7 +17,8 @@ from tests.support.store_utils import (
     opened,
     usage,
 )
-from tokenproxy.record.store import DOCUMENTS, Cause, Evicted, IndexedTurn, Limits, Store
+from tokenproxy.record.index import IndexedTurn
+from tokenproxy.record.store import DOCUMENTS, Evicted, Limits, Store
 from tokenproxy.record.turn import (
     PromptImage,
     Segment,
@@ -26,6 +27,7 @@ from tokenproxy.record.turn import (
     pack_ids,
     pack_logprobs,
 )
+from tokenproxy.record.vocabulary import Cause
 
 _EVERYTHING = make_turn(
     "tenant/räume",

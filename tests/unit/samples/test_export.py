@@ -11,8 +11,9 @@ import pyarrow.parquet
 import pytest
 
 from tests.support.trees import add_rollouts
-from tokenproxy.record.store import Cause, Limits, Session, Store
+from tokenproxy.record.store import Limits, Session, Store
 from tokenproxy.record.turn import Turn
+from tokenproxy.record.vocabulary import Cause
 from tokenproxy.samples import export as module
 from tokenproxy.samples.export import ExportRefused, JsonLines, Parquet, Report, export, table
 from tokenproxy.samples.layouts import LAYOUTS

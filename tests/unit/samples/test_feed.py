@@ -7,8 +7,9 @@ import pytest
 
 from tests.support.store_utils import bare, make_session
 from tests.support.trees import child, root
-from tokenproxy.record.store import Cause, Limits, Store
+from tokenproxy.record.store import Limits, Store
 from tokenproxy.record.turn import Turn, WeightSpan
+from tokenproxy.record.vocabulary import Cause
 from tokenproxy.samples import feed
 from tokenproxy.samples.feed import FeedFilter, FeedStep, metadata_matches, read_step
 from tokenproxy.store.sqlite import SqliteStore

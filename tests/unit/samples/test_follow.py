@@ -10,7 +10,8 @@ import pytest
 
 from tests.support.trees import add_rollouts
 from tests.support.utils import until
-from tokenproxy.record.store import Cause, Limits, Store, StoreError
+from tokenproxy.record.store import Limits, Store, StoreError
+from tokenproxy.record.vocabulary import Cause
 from tokenproxy.samples.feed import FeedFilter
 from tokenproxy.samples.follow import Follower, end_last_line
 from tokenproxy.samples.layouts import LAYOUTS
