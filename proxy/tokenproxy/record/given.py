@@ -175,13 +175,13 @@ async def place_given(
         BadRequest: the prompt continues a turn with images, and the engine takes none together with ids.
     """
     whole = bool(request.messages)
+    if not request.record or not (whole or request.session):
+        return place_nowhere(request, model)
     try:
         messages = request.messages or request.append or b"[]"
         conversation, scope = await planner.identify(request, messages, model)
     except UNREADABLE:
         return place_nowhere(request, model)  # the engine refuses them
-    if not request.record:
-        return place_nowhere(request, model)
     match, proved = Match(), False
     if whole:
         match = await planner.matcher.match(
@@ -192,8 +192,6 @@ async def place_given(
             lambda turn: turn.begins(prompt) and same_images(turn.images, images[: len(turn.images)]),
         )
         proved = await _proves(planner, conversation, match, prompt, request, model)
-    elif request.session is None:
-        return place_nowhere(request, model)
     placement = place(request, model, scope, conversation, match)
     parent, first_new = match.turn, match.end + 1
     if parent is not None and parent.rollout != placement.session.id:

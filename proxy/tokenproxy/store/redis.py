@@ -310,7 +310,7 @@ class RedisStore:
         return None if rollout is None else text(rollout)
 
     async def _server_time(self) -> float:
-        seconds, microseconds = await self._run_list(scripts.TIME)
+        seconds, microseconds = await self._run_list("return redis.call('TIME')")
         return int(seconds) + int(microseconds) / 1e6
 
     async def _run_list(self, script: str, *args: Any) -> Any:

@@ -88,12 +88,11 @@ faster than nested lists."""
 
 FIND = (
     _REPLY
-    + f"local most = {FOUND_AT_MOST}"
-    + """
+    + f"""
 for i, name in ipairs(KEYS) do
     local total = redis.call('ZCARD', name)
     if total > 0 then
-        local members = redis.call('ZREVRANGE', name, 0, most - 1)
+        local members = redis.call('ZREVRANGE', name, 0, {FOUND_AT_MOST - 1})
         reply(i - 1, total, redis.call('ZRANGE', name, 0, 0)[1], #members, unpack(members))
     end
 end
@@ -399,6 +398,3 @@ return 1
 )
 """Arguments: rollout, cause, now in microseconds; for each reward turn and value. Reply: 1 if it was put at
 the end of the feed."""
-
-TIME = "return redis.call('TIME')"
-"""Reply: seconds and microseconds of the server's clock."""
