@@ -220,13 +220,7 @@ class GivenPrompt:
                     history = conversation.history(first)
                     appended = suffix(tokenizer, turn.ids, turn, new, rendering, history, limit)
                     return ids.join(turn.ids, appended) == prompt
-                rendered = tokenizer.render(
-                    new,
-                    tools=rendering.parse_tools(),
-                    add_generation_prompt=rendering.add_generation_prompt,
-                    template_kwargs=rendering.parse_template_kwargs(),
-                    limit=limit,
-                )
+                rendered = tokenizer.render(new, limit=limit, **rendering.parsed())
             except (TokenizationError, RendererUnavailable):
                 return False
             return ids.dump(rendered) == prompt
