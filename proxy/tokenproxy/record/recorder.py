@@ -22,7 +22,7 @@ from tokenproxy.monitoring.exchange import running_exchange, span
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.cache import CachedTurn, TurnCache, cached_turn, hash_ids
 from tokenproxy.record.claims import Claims, Tasks
-from tokenproxy.record.completion import Completion, SampledChoice, untrainable_reason
+from tokenproxy.record.completion import UNCHANGED, Completion, SampledChoice, untrainable_reason
 from tokenproxy.record.encoders import WORTH_A_THREAD_BYTES, EncoderPool
 from tokenproxy.record.identity import ParsedMessage, ids_entries, text_entries
 from tokenproxy.record.images import name_by_digest, placed_by_engine
@@ -231,7 +231,7 @@ def _new_turn(
 ) -> NewTurn:
     placement, conversation = plan.placement, plan.placement.conversation
     assert conversation is not None  # the caller looked
-    request, origin = placement.request, origin_of(placement.request.headers)
+    request = placement.request
     parent, prompt, images = placement.parent, plan.prompt, _images(plan, completion)
     problem = untrainable_reason(completion, choice, prompt, media=images is None)
     if not prompt or problem in (Problem.PROMPT_MISMATCH, Problem.NO_PROMPT_IDS):
@@ -270,22 +270,14 @@ def _new_turn(
         cached_tokens=completion.cached_tokens,
         source=plan.source,
         reason=plan.reason or "",
-        finish_reason=choice.finish_reason,
-        stop_reason=choice.stop_reason,
+        **{name: getattr(choice, name) for name in UNCHANGED},
         temperature=request.temperature,
         off_policy=request.off_policy,
         logprobs_mode=placement.logprobs_mode,
         problem=problem or "",
-        weight_versions=choice.weight_versions,
-        weights_uncertain=choice.weights_uncertain,
-        segments=choice.segments,
-        began_anew=choice.began_anew,
-        routed_experts=choice.routed_experts,
         routed_experts_start=request.routed_experts_start if choice.routed_experts else 0,
         sampling_mask=_pack_mask(choice.sampling_mask, count),
-        request_class=origin.request_class,
-        agent=origin.agent,
-        parent_agent=origin.parent_agent,
+        **origin_of(request.headers)._asdict(),
         requested_model=request.requested_model,
         scope=placement.scope.parts,
         spelling_before=conversation.strict_before(len(conversation.messages)),

@@ -76,12 +76,7 @@ class GuardedStore:
     """A `Store` that may stall, fail, or be missing at first. `__getattr__` makes all its other calls."""
 
     def __init__(
-        self,
-        store: Store,
-        metrics: Metrics,
-        *,
-        required: bool = False,
-        limits: GuardLimits = GuardLimits(),
+        self, store: Store, metrics: Metrics, *, required: bool = False, limits: GuardLimits = GuardLimits()
     ) -> None:
         """`required`: whether `open` fails if the store does not respond."""
         self.limits, self.unreadable = store.limits, store.unreadable

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from tokenproxy.record.encoders import WORTH_A_THREAD_BYTES
 from tokenproxy.record.index import IndexedTurn, IndexEntry
 from tokenproxy.record.store import DAMAGED, RecordDamaged, Unreadable
-from tokenproxy.record.turn import Turn
+from tokenproxy.record.turn import OF_PROMPT, Turn
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -172,17 +172,9 @@ def missing_holders(turns: Iterable[Turn], present: Container[str]) -> list[str]
 
 def fill_prompts(turns: Iterable[Turn], holders: Mapping[str, Turn]) -> list[Turn]:
     """Turns, each with what its `prompt_turn` holds for it. Where that is missing, a turn stays as it is."""
-    return [_fill_prompt(turn, holders.get(turn.prompt_turn)) if turn.prompt_turn else turn for turn in turns]
-
-
-def _fill_prompt(turn: Turn, holder: Turn | None) -> Turn:
-    if holder is None:
-        return turn
-    return replace(
-        turn,
-        messages=holder.messages,
-        appended=holder.appended,
-        images=holder.images,
-        tools=holder.tools,
-        template_kwargs=holder.template_kwargs,
-    )
+    filled = []
+    for turn in turns:
+        holder = holders.get(turn.prompt_turn or "")
+        fields = {name: getattr(holder, name) for name in OF_PROMPT} if holder else {}
+        filled.append(replace(turn, **fields) if fields else turn)
+    return filled
