@@ -53,9 +53,9 @@ class SqliteStore:
     async def add(self, session: Session, turns: Sequence[IndexedTurn] = ()) -> Evicted:
         """See `Store.add`."""
         packed, now = await pack_turns(turns), time.time()
+        rows, size = list(zip(turns, packed, strict=True)), sum(map(len, packed))
         held = await self._database.write(
-            lambda connection: tables.add_turns(connection, session, turns, packed, now),
-            sum(map(len, packed)),
+            lambda connection: tables.add_turns(connection, session, rows, now), size
         )
         return await self._eviction.run(session.id) if held > self.limits.max_bytes else Evicted()
 

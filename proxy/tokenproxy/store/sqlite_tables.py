@@ -148,27 +148,21 @@ def prepare(connection: sqlite3.Connection, path: Path | None) -> None:
         connection.execute(statement)
 
 
-def add_turns(
-    connection: sqlite3.Connection,
-    session: Session,
-    turns: Sequence[IndexedTurn],
-    packed: Sequence[bytes],
-    now: float,
-) -> int:
-    """Insert turns of one rollout, or describe it; returns the bytes then held, 0 if nothing changed.
+Row = tuple[IndexedTurn, bytes]
+"""A turn, and the same packed."""
 
-    Args:
-        packed: the turns.
-    """
+
+def add_turns(connection: sqlite3.Connection, session: Session, rows: Sequence[Row], now: float) -> int:
+    """Insert turns of one rollout, or describe it; returns the bytes then held, 0 if nothing changed."""
     insert = "INSERT OR IGNORE INTO turns VALUES (?, ?, ?, 0, ?, ?)"
     new: list[IndexedTurn] = []
     size = 0
-    for indexed, data in zip(turns, packed, strict=True):
+    for indexed, data in rows:
         turn, entries = indexed.turn, pack_entries(indexed.entries)
         if connection.execute(insert, (turn.id, session.id, turn.parent, entries, data)).rowcount:
             new.append(indexed)
             size += len(data) + len(entries)
-    if turns and not new:
+    if rows and not new:
         return 0
     values = asdict(session) | {"turns": len(new), "size": size, "now": now}
     values |= {
@@ -177,7 +171,7 @@ def add_turns(
     }
     values["first"] = min([request_time(turn.id) for turn, _ in new], default=0.0)
     values |= {"ambiguous": session.ambiguous and bool(new), "rewards": msgspec.msgpack.encode({})}
-    connection.execute(_ADD_TO_SESSION if turns else _DESCRIBE, values)
+    connection.execute(_ADD_TO_SESSION if rows else _DESCRIBE, values)
     for turn, of_turn in new:
         values_of_row = [value for key, ids in of_turn for value in (key, ids, turn.id)]
         if values_of_row:
