@@ -160,9 +160,10 @@ class SqliteStore:
         """See `Store.put`."""
         now, most = time.time(), self.limits.bytes_of(space)
         wanted = before if before is ... else await pack_value(before)
-        row = tables.Kept(space, name, inf if keep_s is None else now + keep_s, await pack_value(value))
+        packed, expires = await pack_value(value), inf if keep_s is None else now + keep_s
+        row = (space, name, expires, packed)
         return await self._database.write(
-            lambda connection: tables.put(connection, row, now, most, wanted), len(row.value)
+            lambda connection: tables.put(connection, row, now, most, wanted), len(packed)
         )
 
     async def get(

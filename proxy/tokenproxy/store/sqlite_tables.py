@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from msgspec.structs import asdict
@@ -308,14 +308,9 @@ def finish(
     return True
 
 
-class Kept(NamedTuple):
-    """A value of a space, as a row of its table."""
-
-    space: str
-    name: str
-    expires: float
-    value: bytes
-    """Packed; empty to remove the one that is there."""
+Kept = tuple[str, str, float, bytes]
+"""The space of a value, its name, when it expires, and the packed value; empty to remove the one that is
+there."""
 
 
 def put(connection: sqlite3.Connection, row: Kept, now: float, most: int, before: Before) -> bool:

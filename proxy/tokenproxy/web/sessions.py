@@ -86,7 +86,7 @@ class OneSession(SessionRoute):
         rollout = session_id(request.tenant, name)
         if not await services.store.delete(rollout):
             raise unknown_session(name)
-        services.history.recorder.forget(rollout)
+        services.history.forget(rollout)
         services.fleet.conversations.end(rollout)
         return json_response({"id": name, "object": "session", "deleted": True})
 

@@ -48,7 +48,7 @@ async def _record(history: History, prompt: list[int], *images: str) -> list[int
     plan = await _plan(history, _WITH_IMAGES, prompt, *images)
     assert plan.source is Source.GIVEN
     choice = SampledChoice(0, {"role": "assistant", "content": "x"}, [6], [-0.5], "stop")
-    await Recording(history.recorder, plan, Claims(history.pins)).add(Completion(plan.prompt, [choice], 1))
+    await Recording(history, plan, Claims(history.pins)).add(Completion(plan.prompt, [choice], 1))
     return [*json.loads(plan.prompt), 6]
 
 
