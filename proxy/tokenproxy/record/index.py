@@ -70,6 +70,11 @@ class Found(NamedTuple):
         """Whether all groups were returned."""
         return self.total == sum(group.total for group in self.groups)
 
+    def turns(self, rollout: str | None) -> list[Candidate]:
+        """The turns that are there, of one rollout or of all."""
+        listed = (candidate for group in self.groups for candidate in group.candidates)
+        return [each for each in listed if each.turn and rollout in (None, each.rollout)]
+
     def of_rollout(self, rollout: str) -> "Found":
         """The turns that belong to a rollout."""
         groups = []

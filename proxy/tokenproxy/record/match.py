@@ -216,13 +216,7 @@ class Matcher:
             part = keys[start : start + _PREFIX_LOOKUP]
             found = await self.store.find(part)
             for key in part:
-                groups = found.get(key, NOTHING).groups
-                turns = [
-                    each.turn
-                    for group in groups
-                    for each in group.candidates
-                    if each.turn and rollout in (None, each.rollout)
-                ]
+                turns = [each.turn for each in found.get(key, NOTHING).turns(rollout)]
                 if longest := await self._longest(turns, prompt):
                     digest: bytes = longest[0].hasher.digest()
                     return Match(longest[0], shared=None if rollout else (whole_key(scope, digest), digest))
@@ -332,9 +326,8 @@ class Matcher:
             return Reason.EVICTED
         key = content_key(scope, conversation.messages[last])
         found = (await self.store.find([key])).get(key, NOTHING)
-        candidates = [each for group in found.groups for each in group.candidates]
-        candidates = [each for each in candidates if each.turn and rollout in (None, each.rollout)]
-        paths = [path for each in candidates[:_EXPLAINED] if (path := await self.store.path(each.turn))]
+        candidates = found.turns(rollout)[:_EXPLAINED]
+        paths = [path for each in candidates if (path := await self.store.path(each.turn))]
         if not paths:
             return Reason.NO_MATCH
         before = conversation.strict_before(last)
