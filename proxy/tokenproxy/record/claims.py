@@ -141,13 +141,9 @@ class Tasks:
                 logged = repr(error)
             await asyncio.sleep(self._retry_s)
 
-    def finish_later(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run work in the background; only `aclose` waits for it."""
-        self._hold(self._finishing, work)
-
-    async def finish(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run work to its end, even if the caller is cancelled meanwhile."""
-        await asyncio.shield(self._hold(self._finishing, work))
+    def finish(self, work: Coroutine[Any, Any, None]) -> "asyncio.Future[None]":
+        """Run work to its end, even if the caller does not wait for it, or is cancelled meanwhile."""
+        return asyncio.shield(self._hold(self._finishing, work))
 
     async def settle(self) -> None:
         """Wait for the work that must be finished and is running."""

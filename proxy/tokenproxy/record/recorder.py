@@ -114,7 +114,7 @@ class Recording:
     def add_later(self, completion: Completion) -> None:
         """Record choices that were broken off, in the background: their request is being cancelled."""
         if self.plan.placement.conversation is not None and completion.choices:
-            self._history.tasks.finish_later(self._add(completion))
+            self._history.tasks.finish(self._add(completion))
 
     async def _add(self, completion: Completion) -> None:
         async with self._lock:
@@ -167,8 +167,7 @@ class Recording:
             if placement.match.claimed and placement.match.turn is not None:
                 self._claims.keep(placement.match.turn.id)
         _tell_trace(turns, sampled)
-        if evicted.rollouts:
-            evicted.report(metrics, FULL)
+        evicted.report(metrics, FULL)
         for new in turns:
             metrics.turns(new.turn.finish_reason or "unknown", new.turn.problem or "none").inc()
             if new.cached is not None:
