@@ -15,6 +15,7 @@ from tokenproxy.record.claims import Claims, Pins
 from tokenproxy.record.completion import Completion, SampledChoice
 from tokenproxy.record.encoders import EncoderPool
 from tokenproxy.record.identity import Scope, scope_parts
+from tokenproxy.record.index import IndexedTurn
 from tokenproxy.record.match import Match, Matcher
 from tokenproxy.record.plan import Placement, PromptPlan
 from tokenproxy.record.recorder import NewTurn, new_turns
@@ -98,7 +99,7 @@ class Record:
             plan = PromptPlan(source=Source.EXTENDED, placement=placement, prompt=ids.dump(prompt))
         choice = SampledChoice(0, message, sampled, [-0.5] * len(sampled), "stop")
         (new,) = new_turns(plan, Completion(ids.dump(prompt), [choice], len(sampled)), None)
-        await self.store.add(plan.placement.session, [new.turn], [new.entries])
+        await self.store.add(plan.placement.session, [IndexedTurn(new.turn, new.entries)])
         return new
 
     async def match(

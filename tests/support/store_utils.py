@@ -2,11 +2,12 @@
 
 import hashlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
-from tokenproxy.record.store import Evicted, IndexEntry, Limits, Session, Store
+from tokenproxy.record.index import IndexedTurn, IndexEntry
+from tokenproxy.record.store import Evicted, Limits, Session, Store
 from tokenproxy.record.turn import Turn, new_id, pack_ids
 from tokenproxy.store.urls import make_store
 
@@ -40,9 +41,14 @@ def entry(key: str, ids: str = "") -> IndexEntry:
     return IndexEntry(digest_of(key), digest_of(ids) if ids else b"")
 
 
+def bare(turns: Iterable[Turn]) -> list[IndexedTurn]:
+    """Turns that nothing finds."""
+    return [IndexedTurn(turn) for turn in turns]
+
+
 async def add(store: Store, turn: Turn, *entries: IndexEntry) -> Evicted:
     """Add one turn, with a session if it has none: one that no client named."""
-    return await store.add(make_session(turn.rollout, explicit=False), [turn], [entries])
+    return await store.add(make_session(turn.rollout, explicit=False), [IndexedTurn(turn, entries)])
 
 
 class Usage(NamedTuple):

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
+from tokenproxy.record.index import IndexedTurn
 from tokenproxy.record.store import Session, Store
 from tokenproxy.record.turn import Turn, pack_ids, pack_logprobs
 
@@ -34,7 +35,7 @@ async def add_rollouts(store: Store, *ids: str) -> None:
     for name in ids:
         session = Session(id=name, tenant=name.rpartition("/")[0], created=1.0, used=1.0)
         turns = rollout(name)
-        await store.add(session, turns, [[] for _ in turns])
+        await store.add(session, [IndexedTurn(turn) for turn in turns])
 
 
 _DRAWN = st.tuples(

@@ -91,6 +91,12 @@ class Rendering(msgspec.Struct, frozen=True):
         """The template's arguments."""
         return msgspec.json.decode(self.template_kwargs, type=dict[str, Any]) if self.template_kwargs else {}
 
+    def parsed(self) -> dict[str, Any]:
+        """All but the options, as a tokenizer takes them."""
+        tools, template_kwargs = self.parse_tools(), self.parse_template_kwargs()
+        generates = self.add_generation_prompt
+        return {"tools": tools, "template_kwargs": template_kwargs, "add_generation_prompt": generates}
+
 
 class SessionRef(msgspec.Struct, frozen=True):
     """The session that a request names."""

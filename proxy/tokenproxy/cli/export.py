@@ -27,6 +27,7 @@ from tokenproxy.samples.export import (
 from tokenproxy.samples.feed import FeedFilter, metadata_condition
 from tokenproxy.samples.follow import Follower, end_last_line
 from tokenproxy.samples.layouts import LAYOUTS
+from tokenproxy.samples.samples import Selection
 from tokenproxy.settings import load_settings
 from tokenproxy.store.sqlite import SqliteStore
 from tokenproxy.store.urls import make_store, place
@@ -110,14 +111,16 @@ async def _export(store: Store, rows: Rows, options: argparse.Namespace) -> Repo
                 rows,
                 LAYOUTS[options.layout],
                 only=options.session,
-                shared=options.shared,
-                wanted=frozenset(options.classes),
-                on_policy=options.on_policy,
+                selection=_selection(options),
                 on_start=start,
                 on_rollout=bar.update,
             )
     finally:
         await store.aclose()
+
+
+def _selection(options: argparse.Namespace) -> Selection:
+    return Selection(options.shared, frozenset(options.classes), options.on_policy)
 
 
 def _follow(options: argparse.Namespace) -> int:
@@ -131,11 +134,10 @@ def _follow(options: argparse.Namespace) -> int:
     selected = FeedFilter(
         metadata=tuple(_condition(text) for text in options.metadata),
         weight_versions=frozenset(options.weight_version),
-        classes=frozenset(options.classes),
-        on_policy=options.on_policy,
+        turns=_selection(options),
     )
     store = chosen_store(options)
-    follower = Follower(store, LAYOUTS[options.layout], selected, options.shared, options.after or 0)
+    follower = Follower(store, LAYOUTS[options.layout], selected, options.after or 0)
 
     async def run(file: BinaryIO) -> None:
         await store.open()

@@ -103,13 +103,11 @@ def suffix(
         [ids.last(prefix)],
         new,
         history=history,
-        tools=rendering.parse_tools(),
         finish_reason=turn.finish_reason if turn is not None else "stop",
         # a stop token that only that request named does not end a turn for the template
         stop_reason=stop_reason if isinstance(stop_reason, str) else None,
-        add_generation_prompt=rendering.add_generation_prompt,
-        template_kwargs=rendering.parse_template_kwargs(),
         limit=limit,
+        **rendering.parsed(),
     )
     return [*following.close_ids, *following.suffix_ids]
 
@@ -202,11 +200,7 @@ class Auditor:
         self._waiting = 0
 
     def consider(
-        self,
-        tokenizer: ChatTokenizer,
-        history: Messages,
-        new: Messages,
-        rendering: Rendering,
+        self, tokenizer: ChatTokenizer, history: Messages, new: Messages, rendering: Rendering
     ) -> None:
         """Audit an append later, if it is the first of its kind or drawn. Any thread may call it."""
         local = tokenizer.is_local(new, rendering.parse_template_kwargs())
@@ -218,15 +212,7 @@ class Auditor:
             return
         self._audited_kinds.put(kind, True)
         self._waiting += 1
-        refute = partial(
-            tokenizer.audit,
-            new,
-            history,
-            tools=rendering.parse_tools(),
-            add_generation_prompt=rendering.add_generation_prompt,
-            template_kwargs=rendering.parse_template_kwargs(),
-            folder=self._proof_folder,
-        )
+        refute = partial(tokenizer.audit, new, history, folder=self._proof_folder, **rendering.parsed())
         self._thread.submit(self._audit, refute, tokenizer.source, new)
 
     def close(self) -> None:
@@ -296,12 +282,7 @@ class Appender:
         return Appended(ids.join(new.ids, appended), len(appended), images)
 
 
-def _kind(
-    tokenizer: ChatTokenizer,
-    history: Messages,
-    new: Messages,
-    rendering: Rendering,
-) -> object:
+def _kind(tokenizer: ChatTokenizer, history: Messages, new: Messages, rendering: Rendering) -> object:
     """The kind of a conversation: length of the history, last turn, new messages, options."""
     turn = history[-1]
     return (

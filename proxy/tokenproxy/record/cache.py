@@ -143,6 +143,13 @@ class CachedTurn(msgspec.Struct, frozen=True, eq=False, gc=False):
         return self.usable and prompt[end : end + 1] in (b",", b"]") and prompt[:end] == self.chain.data[:end]
 
 
+_UNCHANGED = (
+    *("id", "rollout", "finish_reason", "stop_reason", "scope", "spelling_before", "spelling", "calls"),
+    "replica",
+)
+"""The fields of a turn that are cached as they are."""
+
+
 def hash_ids(parent: CachedTurn | None, *packed: bytes) -> Any:
     """The hasher of a turn's ids: a copy of the parent's, updated with the turn's own ids."""
     hasher = parent.hasher.copy() if parent else hashlib.blake2b(digest_size=16, person=b"ids")
@@ -198,22 +205,14 @@ def cached_turn(
         reasonings += each.reasonings
         images += each.images
     return CachedTurn(
-        id=turn.id,
-        rollout=turn.rollout,
+        **{name: getattr(turn, name) for name in _UNCHANGED},
         chain=IdChain(data),
         size=len(data),
         count=turn.prompt_tokens + turn.completion_tokens,
-        finish_reason=turn.finish_reason,
-        stop_reason=turn.stop_reason,
         usable=usable and complete,
-        scope=turn.scope,
-        spelling_before=turn.spelling_before,
-        spelling=turn.spelling,
-        calls=turn.calls,
         reasonings=tuple(reasonings),
         rendered_turns=parent.rendered_turns if parent else len(path[0].reasonings) - 1,
         hasher=hasher,
-        replica=turn.replica,
         images=tuple(images),
         call_ids=_call_ids(turn.message),
     )

@@ -9,7 +9,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from typing import Any
 
 from tokenproxy.monitoring.metrics import Metrics
@@ -67,8 +66,8 @@ class Claims:
 
     def __init__(self, pins: Pins) -> None:
         self._pins = pins
-        self._claims: list[asyncio.Future[str | None]] = []
-        self._kept: set[str] = set()
+        self._claimed: set[str] = set()
+        """Turns to be released."""
         self._rollouts: set[str] = set()
 
     async def __aenter__(self) -> "Claims":
@@ -80,26 +79,22 @@ class Claims:
             held[rollout] -= 1
             if not held[rollout]:
                 del held[rollout]
-        for claiming in self._claims:
-            with suppress(StoreError):  # `take` raised it
-                await claiming
-            turn = None if claiming.exception() else claiming.result()
+        for turn in self._claimed:
             try:
-                if turn is not None and turn not in self._kept:
-                    await self._pins.store.release(turn)
+                await self._pins.store.release(turn)
             except StoreError as error:
                 error.report(self._pins.metrics, "a turn that was claimed in vain may stay claimed")
 
     async def take(self, key: bytes, ids: bytes) -> str | None:
         """Claim a turn of those with equal ids under a key; None if none is open. Raises StoreError."""
-        claiming = asyncio.ensure_future(self._pins.store.claim(key, ids))
-        # if the caller is cancelled, the turn may be claimed still: the end of the block waits for it
-        self._claims.append(claiming)
-        return await asyncio.shield(claiming)
+        turn = await self._pins.store.claim(key, ids)
+        if turn is not None:
+            self._claimed.add(turn)
+        return turn
 
     def keep(self, turn: str) -> None:
         """Leave a turn claimed after the block, because one that continues it was recorded."""
-        self._kept.add(turn)
+        self._claimed.discard(turn)
 
     def hold(self, rollout: str) -> None:
         """Renew the pin of a rollout until the end of the block."""
@@ -146,13 +141,9 @@ class Tasks:
                 logged = repr(error)
             await asyncio.sleep(self._retry_s)
 
-    def finish_later(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run work in the background; only `aclose` waits for it."""
-        self._hold(self._finishing, work)
-
-    async def finish(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run work to its end, even if the caller is cancelled meanwhile."""
-        await asyncio.shield(self._hold(self._finishing, work))
+    def finish(self, work: Coroutine[Any, Any, None]) -> "asyncio.Future[None]":
+        """Run work to its end, even if the caller does not wait for it, or is cancelled meanwhile."""
+        return asyncio.shield(self._hold(self._finishing, work))
 
     async def settle(self) -> None:
         """Wait for the work that must be finished and is running."""

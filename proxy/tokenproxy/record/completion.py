@@ -53,6 +53,13 @@ class SampledChoice:
     `Completion.by_prompt`."""
 
 
+UNCHANGED = (
+    *("finish_reason", "stop_reason", "weight_versions", "weights_uncertain", "segments", "began_anew"),
+    "routed_experts",
+)
+"""The fields of a choice that its turn holds as they are."""
+
+
 class Batch(NamedTuple):
     """The prompts of a request of the completions route, whose choices come prompt by prompt."""
 

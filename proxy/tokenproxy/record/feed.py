@@ -18,7 +18,8 @@ from typing import NamedTuple
 import msgspec
 
 from tokenproxy.monitoring.metrics import Metrics
-from tokenproxy.record.store import LAST_POSITION, Cause, Position, Store, Time
+from tokenproxy.record.store import LAST_POSITION, Position, Store, Time
+from tokenproxy.record.vocabulary import Cause
 
 CONSUMERS = "consumers"
 """Their space in a store; a name is `TENANT/NAME`, and a value an `Acknowledged` as MessagePack."""
@@ -99,7 +100,7 @@ async def acknowledge(store: Store, tenant: str, consumer: str, position: int) -
 
 async def forget(store: Store, tenant: str, consumer: str) -> bool:
     """Remove a consumer. False if it is not known. Raises StoreError."""
-    return await store.take(CONSUMERS, f"{tenant}/{consumer}") is not None
+    return await store.put(CONSUMERS, f"{tenant}/{consumer}", None)
 
 
 async def consumers(store: Store, tenant: str | None = None) -> list[Consumer]:

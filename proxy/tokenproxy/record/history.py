@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from functools import partial
+from weakref import WeakSet
 
 from tokenproxy.base.request import ThinkingPolicy
 from tokenproxy.monitoring.metrics import Metrics
@@ -15,7 +16,7 @@ from tokenproxy.record.feed import FeedWatch, IdleTime, finish_idle_later, repor
 from tokenproxy.record.images import ImageLoader
 from tokenproxy.record.match import Matcher
 from tokenproxy.record.planner import Planner
-from tokenproxy.record.recorder import Recorder
+from tokenproxy.record.recorder import Recording
 from tokenproxy.record.store import Store
 
 log = logging.getLogger("tokenproxy")
@@ -47,10 +48,11 @@ class History:
         self.encoders = encoders
         self.metrics = metrics
         self.tasks = Tasks(metrics)
-        cache = TurnCache(cache_bytes)
-        self.recorder = Recorder(store, encoders, metrics, cache, self.tasks)
+        self.cache = TurnCache(cache_bytes)
+        self.running: WeakSet[Recording] = WeakSet()
+        """Of the requests that run."""
         self.pins = Pins(store, metrics)
-        matcher = Matcher(store, cache, encoders, metrics)
+        matcher = Matcher(store, self.cache, encoders, metrics)
         images = images or ImageLoader(encoders)
         renders = overflow == "render"
         self.planner = Planner(matcher, Appender(encoders, auditor, images), thinking_policy, renders)
@@ -73,6 +75,12 @@ class History:
         if self._finish_after_s:
             idle = partial(finish_idle_later, self.store, IdleTime(self._finish_after_s))
             run_forever(idle, "idle rollouts could not be finished")
+
+    def forget(self, rollout: str) -> None:
+        """Drop the turns of a deleted rollout from the cache, and do not record its running requests."""
+        self.cache.drop(rollout)
+        for recording in self.running:
+            recording.dropped.add(rollout)
 
     async def aclose(self) -> None:
         """Finish recording, then close the store."""

@@ -35,7 +35,8 @@ from tokenproxy.record.identity import (
     whole_key,
 )
 from tokenproxy.record.images import same_images
-from tokenproxy.record.store import FOUND_AT_MOST, CandidateGroup, Found, Store, StoreError, session_id
+from tokenproxy.record.index import FOUND_AT_MOST, NOTHING, CandidateGroup, Found
+from tokenproxy.record.store import Store, StoreError, session_id
 from tokenproxy.record.turn import PromptImage, Turn
 from tokenproxy.record.vocabulary import Reason
 
@@ -46,7 +47,6 @@ _PREFIX_LOOKUP = 192
 """Number of keys in one lookup of a prompt of ids."""
 _EXPLAINED = 4
 """Number of recorded turns that are read to explain a miss."""
-_NOTHING = Found(0, [])
 
 
 class Match(msgspec.Struct, frozen=True):
@@ -177,9 +177,9 @@ class Matcher:
         if match.shared is None:
             return match
         key, digest = match.shared
-        groups = (await self.store.find([key])).get(key, _NOTHING).groups
+        groups = (await self.store.find([key])).get(key, NOTHING).groups
         group = next((group for group in groups if group.ids == digest), None)
-        if group is not None and _in_one_rollout(group):
+        if group is not None and group.in_one_rollout:
             return replace(match, candidates=match.candidates or group.total, shared=None)
         while (turn_id := await claims.take(key, digest)) is not None:
             if (turn := await self.load(turn_id)) is not None:
@@ -216,13 +216,7 @@ class Matcher:
             part = keys[start : start + _PREFIX_LOOKUP]
             found = await self.store.find(part)
             for key in part:
-                groups = found.get(key, _NOTHING).groups
-                turns = [
-                    each.turn
-                    for group in groups
-                    for each in group.candidates
-                    if each.turn and rollout in (None, each.rollout)
-                ]
+                turns = [each.turn for each in found.get(key, NOTHING).turns(rollout)]
                 if longest := await self._longest(turns, prompt):
                     digest: bytes = longest[0].hasher.digest()
                     return Match(longest[0], shared=None if rollout else (whole_key(scope, digest), digest))
@@ -246,11 +240,11 @@ class Matcher:
     ) -> Match | None:
         """The turn that ends at one message, from what was found under each kind of key."""
         conversation = search.conversation
-        hits = [found.get(key, _NOTHING) for key in keys]
+        hits = [found.get(key, NOTHING) for key in keys]
         if search.rollout is not None:
-            if not all(_all_listed(each) and all(map(_complete, each.groups)) for each in hits):
+            if not all(each.all_listed and all(group.complete for group in each.groups) for each in hits):
                 return await self._choose_in_rollout(search, end, search.rollout)
-            hits = [_of_rollout(each, search.rollout) for each in hits]
+            hits = [each.of_rollout(search.rollout) for each in hits]
         candidates = sum(each.total for each in hits[1:])
         for kind, key, of_kind in zip(KINDS, keys, hits, strict=False):
             fitting: list[_Fit] = []
@@ -269,12 +263,12 @@ class Matcher:
             before = conversation.strict_before(end)
             best = [fit for fit in fitting if fit.turn.spelling_before == before] or fitting
             named = await self._named(fitting, search, end) if end in search.echoed else None
-            if named is None and (len(best) > 1 or unknown or not _all_listed(of_kind)):
+            if named is None and (len(best) > 1 or unknown or not of_kind.all_listed):
                 return Match(None, end, Reason.AMBIGUOUS, candidates)
             fit = named or best[0]
             edited = end != conversation.ends[0]
             reason = Reason.HISTORY_EDITED if edited else Reason.CALL_REPAIRED if fit.repaired else None
-            shared = None if named is not None or _in_one_rollout(fit.group) else (key, fit.group.ids)
+            shared = None if named is not None or fit.group.in_one_rollout else (key, fit.group.ids)
             return Match(fit.turn, end, reason, candidates, shared=shared)
         return None
 
@@ -331,10 +325,9 @@ class Matcher:
         if any(not each.turn for hits in under for group in hits.groups for each in group.candidates):
             return Reason.EVICTED
         key = content_key(scope, conversation.messages[last])
-        found = (await self.store.find([key])).get(key, _NOTHING)
-        candidates = [each for group in found.groups for each in group.candidates]
-        candidates = [each for each in candidates if each.turn and rollout in (None, each.rollout)]
-        paths = [path for each in candidates[:_EXPLAINED] if (path := await self.store.path(each.turn))]
+        found = (await self.store.find([key])).get(key, NOTHING)
+        candidates = found.turns(rollout)[:_EXPLAINED]
+        paths = [path for each in candidates if (path := await self.store.path(each.turn))]
         if not paths:
             return Reason.NO_MATCH
         before = conversation.strict_before(last)
@@ -356,30 +349,6 @@ def _only_rollout(request: ChatRequest) -> str | None:
     search instead.
     """
     return None if request.session is None or request.session.explicit else rollout_of(request)
-
-
-def _of_rollout(found: Found, rollout: str) -> Found:
-    """The turns under a key that belong to a rollout."""
-    groups = []
-    for group in found.groups:
-        kept = [candidate for candidate in group.candidates if candidate.rollout == rollout]
-        groups.append(CandidateGroup(group.ids, len(kept), kept))
-    return Found(sum(group.total for group in groups), groups)
-
-
-def _all_listed(found: Found) -> bool:
-    """Whether all groups under a key were returned."""
-    return found.total == sum(group.total for group in found.groups)
-
-
-def _complete(group: CandidateGroup) -> bool:
-    """Whether all turns of a group were returned."""
-    return group.total <= len(group.candidates)
-
-
-def _in_one_rollout(group: CandidateGroup) -> bool:
-    """Whether all turns of a group belong to one rollout."""
-    return _complete(group) and len({candidate.rollout for candidate in group.candidates}) == 1
 
 
 def _continues(conversation: Conversation, end: int, turn: CachedTurn, kind: str) -> bool | None:

@@ -6,8 +6,8 @@ Only what a program says is recorded. What structure tells besides is derived wh
 
 import re
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
 
@@ -44,8 +44,7 @@ _CODEX_SUBAGENTS = {"compact": RequestClass.COMPACTION, "memory_consolidation": 
 """The class of a value of `x-openai-subagent`; of every other value it is `subagent`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(NamedTuple):
     """The agent that sent a request, and what for. Empty strings are unknown."""
 
     request_class: str = ""

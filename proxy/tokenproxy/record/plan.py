@@ -79,11 +79,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def place(
-    request: ChatRequest,
-    model: ServedModel,
-    scope: Scope,
-    conversation: Conversation | None,
-    match: Match,
+    request: ChatRequest, model: ServedModel, scope: Scope, conversation: Conversation | None, match: Match
 ) -> Placement:
     """Choose a request's rollout: its session, else that of the turn it continues, else a new one."""
     rollout, new = rollout_of(request), False

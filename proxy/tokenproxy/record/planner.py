@@ -100,7 +100,7 @@ class Planner:
         elif match.reason is not Reason.FIRST_TURN:
             refusal = _must_render(request, conversation, match.turn, model)
         if refusal is None and match.turn is not None:
-            extended = await self._extend(request, placement, conversation, match, model)
+            extended = await self._extend(placement, conversation, match.turn, model)
             if isinstance(extended, PromptPlan):
                 return extended
             refusal = extended
@@ -157,12 +157,7 @@ class Planner:
         return replace(plan, rendered_images=images, placeholder=model.placeholder)
 
     async def _extend(
-        self,
-        request: ChatRequest,
-        placement: Placement,
-        conversation: Conversation,
-        match: Match,
-        model: ServedModel,
+        self, placement: Placement, conversation: Conversation, turn: CachedTurn, model: ServedModel
     ) -> PromptPlan | Reason:
         """Extend recorded ids with the template's suffix; the reason to render if the suffix is not certain.
 
@@ -170,8 +165,8 @@ class Planner:
             BadRequest: the prompt is longer than the context, and `renders_overflow` is off; or an image is
                 invalid.
         """
-        turn, tokenizer = match.turn, model.tokenizer
-        assert turn is not None and tokenizer is not None  # checked by the caller
+        request, match, tokenizer = placement.request, placement.match, model.tokenizer
+        assert tokenizer is not None  # checked by the caller
         first, whole = match.end + 1, model.max_model_len
         if whole is not None and self.renders_overflow:
             # else only a prompt that cannot fit is an error; the engine refuses one without room for more

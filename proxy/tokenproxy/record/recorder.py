@@ -7,10 +7,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec.structs import replace
@@ -19,17 +18,17 @@ from chat_tokenizer import InvalidIds, TokenizationError, ids
 from chat_tokenizer.placeholders import PlaceholdersDiffer
 from tokenproxy.base.request import EngineRoute
 from tokenproxy.monitoring.exchange import running_exchange, span
-from tokenproxy.monitoring.metrics import Metrics
-from tokenproxy.record.cache import CachedTurn, TurnCache, cached_turn, hash_ids
-from tokenproxy.record.claims import Claims, Tasks
-from tokenproxy.record.completion import Completion, SampledChoice, untrainable_reason
-from tokenproxy.record.encoders import WORTH_A_THREAD_BYTES, EncoderPool
+from tokenproxy.record.cache import CachedTurn, cached_turn, hash_ids
+from tokenproxy.record.claims import Claims
+from tokenproxy.record.completion import UNCHANGED, Completion, SampledChoice, untrainable_reason
+from tokenproxy.record.encoders import WORTH_A_THREAD_BYTES
 from tokenproxy.record.identity import ParsedMessage, ids_entries, text_entries
 from tokenproxy.record.images import name_by_digest, placed_by_engine
+from tokenproxy.record.index import IndexedTurn, IndexEntry
 from tokenproxy.record.origin import origin_of
 from tokenproxy.record.plan import Placement, PromptPlan
 from tokenproxy.record.sent_back import other_forms
-from tokenproxy.record.store import FULL, IndexEntry, Store, StoreError
+from tokenproxy.record.store import FULL, StoreError
 from tokenproxy.record.turn import (
     PromptImage,
     Turn,
@@ -40,6 +39,9 @@ from tokenproxy.record.turn import (
     unpack_ids,
 )
 from tokenproxy.record.vocabulary import ABORTED, Problem, Source
+
+if TYPE_CHECKING:
+    from tokenproxy.record.history import History
 
 log = logging.getLogger("tokenproxy")
 
@@ -57,31 +59,12 @@ class NewTurn:
     """None if its prompt is unknown."""
 
 
-@dataclass(frozen=True, slots=True)
-class Recorder:
-    """What all recordings share. One per application."""
-
-    store: Store
-    encoders: EncoderPool
-    metrics: Metrics
-    cache: TurnCache
-    tasks: Tasks
-    running: "WeakSet[Recording]" = field(default_factory=WeakSet)
-    """Of the requests that run."""
-
-    def forget(self, rollout: str) -> None:
-        """Drop the turns of a deleted rollout from the cache, and do not record its running requests."""
-        self.cache.drop(rollout)
-        for recording in self.running:
-            recording.dropped.add(rollout)
-
-
 class Recording:
     """Records the turns of one request, as its choices end."""
 
     def __init__(
         self,
-        recorder: Recorder,
+        history: "History",
         plan: PromptPlan,
         claims: Claims,
         before_recording: BeforeRecording | None = None,
@@ -98,14 +81,14 @@ class Recording:
         """Name of the replica that serves the turns; set before the first one is added."""
         self.dropped: set[str] = set()
         """Rollouts that were deleted meanwhile."""
-        self._recorder = recorder
+        self._history = history
         self._claims = claims
         self._before_recording = before_recording
         self._holders: dict[int, Turn] = {}
         """The first turn that was recorded of each prompt. It holds the prompt, which the other choices
         share."""
         self._lock = asyncio.Lock()
-        recorder.running.add(self)
+        history.running.add(self)
         for prompt in plan.prompts:
             claims.hold(prompt.placement.session.id)
 
@@ -115,10 +98,10 @@ class Recording:
             if not placement.new_rollout or placement.conversation is None:
                 continue
             try:
-                await self._recorder.store.add(placement.session)
+                await self._history.store.add(placement.session)
             except StoreError as error:
                 consequence = f"rollout {placement.session.id} was not created before its first turn"
-                error.report(self._recorder.metrics, consequence)
+                error.report(self._history.metrics, consequence)
 
     async def add(self, completion: Completion) -> None:
         """Record the choices of a completion. Other requests find them after this returns.
@@ -126,12 +109,12 @@ class Recording:
         If the caller is cancelled, the recording still completes.
         """
         if self.plan.placement.conversation is not None and completion.choices:
-            await self._recorder.tasks.finish(self._add(completion))
+            await self._history.tasks.finish(self._add(completion))
 
     def add_later(self, completion: Completion) -> None:
         """Record choices that were broken off, in the background: their request is being cancelled."""
         if self.plan.placement.conversation is not None and completion.choices:
-            self._recorder.tasks.finish_later(self._add(completion))
+            self._history.tasks.finish(self._add(completion))
 
     async def _add(self, completion: Completion) -> None:
         async with self._lock:
@@ -154,7 +137,7 @@ class Recording:
 
     def _report(self, what: str, error: Exception) -> None:
         """The boundary: a failure to record must not fail the response."""
-        self._recorder.metrics.store_errors.inc()
+        self._history.metrics.store_errors.inc()
         if isinstance(error, StoreError):
             log.error("%s was not recorded: %s", what, error)
         else:
@@ -162,7 +145,7 @@ class Recording:
 
     async def _record(self, position: int, plan: PromptPlan, completion: Completion) -> None:
         """Record the choices of one prompt, given its position and plan."""
-        recorder, placement, holder = self._recorder, plan.placement, self._holders.get(position)
+        history, placement, holder = self._history, plan.placement, self._holders.get(position)
         if placement.session.id in self.dropped:
             log.info("a turn of %s is not recorded: its session was deleted", placement.session.id)
             return
@@ -170,13 +153,12 @@ class Recording:
         size = len(completion.prompt_ids or b"") + 8 * completion.sampled
         if placement.parent is not None and completion.prompt_ids == plan.prompt:
             size -= placement.parent.size  # ids of the parent are only copied
-        turns = make() if size < WORTH_A_THREAD_BYTES else await recorder.encoders.run(make)
+        turns = make() if size < WORTH_A_THREAD_BYTES else await history.encoders.run(make)
         if not turns:
             return
-        evicted = await recorder.store.add(
-            placement.session, [new.turn for new in turns], [new.entries for new in turns]
-        )
-        metrics, sampled = recorder.metrics, sum([new.turn.completion_tokens for new in turns])
+        indexed = [IndexedTurn(new.turn, new.entries) for new in turns]
+        evicted = await history.store.add(placement.session, indexed)
+        metrics, sampled = history.metrics, sum([new.turn.completion_tokens for new in turns])
         metrics.sampled_ids.inc(sampled)
         if holder is None:
             self._holders[position] = turns[0].turn
@@ -185,12 +167,11 @@ class Recording:
             if placement.match.claimed and placement.match.turn is not None:
                 self._claims.keep(placement.match.turn.id)
         _tell_trace(turns, sampled)
-        if evicted.rollouts:
-            evicted.report(metrics, FULL)
+        evicted.report(metrics, FULL)
         for new in turns:
             metrics.turns(new.turn.finish_reason or "unknown", new.turn.problem or "none").inc()
             if new.cached is not None:
-                recorder.cache.put(new.cached, new.turn.parent)
+                history.cache.put(new.cached, new.turn.parent)
 
 
 def _tell_trace(turns: list[NewTurn], sampled: int) -> None:
@@ -231,7 +212,7 @@ def _new_turn(
 ) -> NewTurn:
     placement, conversation = plan.placement, plan.placement.conversation
     assert conversation is not None  # the caller looked
-    request, origin = placement.request, origin_of(placement.request.headers)
+    request = placement.request
     parent, prompt, images = placement.parent, plan.prompt, _images(plan, completion)
     problem = untrainable_reason(completion, choice, prompt, media=images is None)
     if not prompt or problem in (Problem.PROMPT_MISMATCH, Problem.NO_PROMPT_IDS):
@@ -270,22 +251,14 @@ def _new_turn(
         cached_tokens=completion.cached_tokens,
         source=plan.source,
         reason=plan.reason or "",
-        finish_reason=choice.finish_reason,
-        stop_reason=choice.stop_reason,
+        **{name: getattr(choice, name) for name in UNCHANGED},
         temperature=request.temperature,
         off_policy=request.off_policy,
         logprobs_mode=placement.logprobs_mode,
         problem=problem or "",
-        weight_versions=choice.weight_versions,
-        weights_uncertain=choice.weights_uncertain,
-        segments=choice.segments,
-        began_anew=choice.began_anew,
-        routed_experts=choice.routed_experts,
         routed_experts_start=request.routed_experts_start if choice.routed_experts else 0,
         sampling_mask=_pack_mask(choice.sampling_mask, count),
-        request_class=origin.request_class,
-        agent=origin.agent,
-        parent_agent=origin.parent_agent,
+        **origin_of(request.headers)._asdict(),
         requested_model=request.requested_model,
         scope=placement.scope.parts,
         spelling_before=conversation.strict_before(len(conversation.messages)),

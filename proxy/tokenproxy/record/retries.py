@@ -112,7 +112,7 @@ class Attempt:
             # the client left, or the engine's stream broke
             self._end()
             if not self.named:
-                self._history.tasks.finish_later(self._remember_failure())
+                self._history.tasks.finish(self._remember_failure())
 
     async def keep(self, status: int, headers: Headers, body: bytes) -> None:
         """Keep a complete response, so that a retry gets the same."""
@@ -169,7 +169,7 @@ class Attempt:
                 param="Idempotency-Key",
             )
         for name in names[1:]:
-            if name in values and await history.store.take(RESPONSES, name) is not None:
+            if name in values and await history.store.put(RESPONSES, name, None):
                 return None
         return found
 

@@ -17,13 +17,14 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from types import EllipsisType
 from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import msgspec
 
+from tokenproxy.record.index import Found, IndexedTurn
 from tokenproxy.record.turn import Turn
+from tokenproxy.record.vocabulary import Cause
 
 if TYPE_CHECKING:
     from tokenproxy.monitoring.metrics import Metrics
@@ -32,9 +33,6 @@ log = logging.getLogger("tokenproxy")
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-FOUND_AT_MOST = 16
-"""Groups that `find` returns for one key, and turns that it returns for one group."""
 
 DESCRIPTION = ("defaults", "overrides", "metadata", "limits", "policy")
 """The fields of a `Session` that its client sets, each a JSON object."""
@@ -121,17 +119,6 @@ class Unreadable:
             return None
 
 
-class Cause(StrEnum):
-    """Why a rollout is finished."""
-
-    REWARD = "reward"
-    """The whole rollout got a reward; or a turn did, after the rollout was finished."""
-    END = "end"
-    """The client ended its session."""
-    IDLE = "idle"
-    """It was not used for `finish_after_s`."""
-
-
 class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A rollout: what the store holds of it next to its turns."""
 
@@ -191,45 +178,6 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def session_id(tenant: str, name: str) -> str:
     """The id of a tenant's session in a store. Names hold no slash, so two tenants never share an id."""
     return f"{tenant}/{name}" if tenant else name
-
-
-class IndexEntry(NamedTuple):
-    """One way in which a turn is found again."""
-
-    key: bytes
-    """16 bytes."""
-    ids: bytes = b""
-    """The turn's `ids_digest`, where a turn found by this key may be continued. Empty for keys that only
-    explain why nothing was found."""
-
-
-class Candidate(NamedTuple):
-    """A recorded turn that a request may continue."""
-
-    turn: str
-    """Its id; empty if it was evicted."""
-    rollout: str
-    """Empty if it was evicted."""
-
-
-class CandidateGroup(NamedTuple):
-    """The turns under one key that have equal ids."""
-
-    ids: bytes
-    """Their `ids_digest`; empty under keys that only explain."""
-    total: int
-    """How many there are; all that were evicted count as one."""
-    candidates: list[Candidate]
-    """At most FOUND_AT_MOST of them, the newest first, those that were evicted last."""
-
-
-class Found(NamedTuple):
-    """What is under one key."""
-
-    total: int
-    """Of all groups, those not returned too."""
-    groups: list[CandidateGroup]
-    """At most FOUND_AT_MOST, in any order; `total` tells whether there are more."""
 
 
 class FeedPage(NamedTuple):
@@ -322,12 +270,7 @@ class Store(Protocol):
         """Finish what was begun and close everything."""
         ...
 
-    async def add(
-        self,
-        session: Session,
-        turns: Sequence[Turn] = (),
-        entries: Sequence[Sequence[IndexEntry]] = (),
-    ) -> Evicted:
+    async def add(self, session: Session, turns: Sequence[IndexedTurn] = ()) -> Evicted:
         """Record turns of one rollout, all or none of them; or, without turns, describe a rollout.
 
         The parents of the turns are no longer open.
@@ -336,7 +279,6 @@ class Store(Protocol):
             session: created if the store does not hold one of this id. If it does, turns set only
                 `ambiguous`, and only to true; without turns its tenant, `explicit`, `created` and description
                 are replaced. All other fields are the store's own.
-            entries: for each turn what finds it.
 
         Returns:
             what was evicted so that the limits hold. The rollout itself is evicted last, and only if it alone
@@ -353,6 +295,8 @@ class Store(Protocol):
 
     async def claim(self, key: bytes, ids: bytes) -> str | None:
         """Choose an open turn of a group that `find` returned, so that no other request takes it.
+
+        A guarded store releases a turn that is claimed after its caller left.
 
         Returns:
             its id; None if requests have continued or claimed all of them.
@@ -424,18 +368,20 @@ class Store(Protocol):
         ...
 
     async def put(
-        self, space: str, name: str, value: bytes, *, keep_s: float | None = None, before: Before = ...
+        self, space: str, name: str, value: bytes | None, *, keep_s: float | None = None, before: Before = ...
     ) -> bool:
         """Keep a value in place of the one before. Values that expire first are dropped if a space is full.
 
         Args:
             space: of names; `Limits.bytes_of` limits what some spaces hold.
+            value: None removes the one that is there.
             keep_s: seconds after which it expires; None for never.
             before: change nothing if the value that is there is another one; None for no value, or one that
                 cannot be read.
 
         Returns:
-            whether it is kept: False too if it alone exceeds the limit of the space.
+            whether it is kept: False too if it alone exceeds the limit of the space. For None, whether
+            it removed a value: of several calls, one does.
         """
         ...
 
@@ -447,11 +393,6 @@ class Store(Protocol):
         Args:
             complete: raise RecordDamaged in place of leaving out a value that cannot be read.
         """
-        ...
-
-    async def take(self, space: str, name: str) -> bytes | None:
-        """Remove a value and return it; empty if it cannot be read. None if there is none, or if another call
-        removed it first."""
         ...
 
     async def evict(self) -> Evicted:

@@ -69,6 +69,10 @@ class Segment(msgspec.Struct, frozen=True):
     """Why it ended; empty for the last one, which ended as the turn did."""
 
 
+OF_PROMPT = ("messages", "appended", "images", "tools", "template_kwargs")
+"""The fields of a turn that the choices of one request share."""
+
+
 class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sampled completion, as the difference to the turn it continues; n > 1 makes n of them."""
 
@@ -89,8 +93,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     replica: str = ""
     """Name of the replica that served it and may hold its ids in its prefix cache; empty if unknown."""
     prompt_turn: str | None = None
-    """The turn of the same request that holds `messages` and `appended` for this one; None if this one does.
-    Stores fill both in when they return the turn."""
+    """The turn of the same request that holds the fields `OF_PROMPT` for this one; None if this one does.
+    Stores fill them in when they return the turn."""
     tools: bytes | None = None
     """The request's tools as JSON, b"" for none; None if they are those of the parent."""
     template_kwargs: bytes | None = None

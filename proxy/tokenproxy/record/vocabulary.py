@@ -1,4 +1,4 @@
-"""The closed vocabularies of recorded turns: sources and reasons of prompts, problems of turns."""
+"""The closed vocabularies of the record: sources, reasons, problems, and causes of the end of a rollout."""
 
 from enum import StrEnum
 
@@ -110,6 +110,17 @@ class Problem(_Explained):
         "prompt_length_mismatch",
         "the prompt is not as long as the turn before and what was appended",
     )
+
+
+class Cause(StrEnum):
+    """Why a rollout is finished."""
+
+    REWARD = "reward"
+    """The whole rollout got a reward; or a turn did, after the rollout was finished."""
+    END = "end"
+    """The client ended its session."""
+    IDLE = "idle"
+    """It was not used for `finish_after_s`."""
 
 
 ABORTED = "abort"

@@ -18,7 +18,7 @@ import msgspec
 from tokenproxy.record.store import Session, Store
 from tokenproxy.record.vocabulary import Problem
 from tokenproxy.samples.layouts import Kind, Layout, Row
-from tokenproxy.samples.samples import Refused, Sample, Shared, samples_of
+from tokenproxy.samples.samples import EVERYTHING, Refused, Sample, Selection, samples_of
 
 SESSIONS_AT_ONCE = 200
 """Number of sessions that are read from the store at a time."""
@@ -158,9 +158,7 @@ async def export(
     layout: Layout,
     *,
     only: Sequence[str] = (),
-    shared: Shared = "once",
-    wanted: frozenset[str] = frozenset(),
-    on_policy: bool = False,
+    selection: Selection = EVERYTHING,
     on_start: Callable[[int], object] = lambda total: None,
     on_rollout: Callable[[], object] = lambda: None,
 ) -> Report:
@@ -170,9 +168,7 @@ async def export(
         store: open.
         only: ids or names of sessions, exported in this order; all sessions if empty. A name finds the
             session of any tenant, unless it is also an id.
-        shared: whether turns that samples share are trained once or in each.
-        wanted: the classes of turns to train on; see `samples_of`.
-        on_policy: whether to train only on turns without `off_policy`.
+        selection: what of each rollout is trained on.
         on_start: called with the number of rollouts.
         on_rollout: called after each rollout.
 
@@ -187,7 +183,7 @@ async def export(
         session = await store.session(rollout)
         turns = await store.turns(rollout) if session else []  # deleted since the export began
         rewards = session.rewards if session else {}
-        found = samples_of(turns, rewards, session=session, shared=shared, wanted=wanted, on_policy=on_policy)
+        found = samples_of(turns, rewards, session=session, selection=selection)
         for sample in found.samples:
             rows.write(layout.row(sample))
         if turns:

@@ -4,15 +4,17 @@ What is read is at least as new as the entry of the feed: a rollout that changes
 with its next revision.
 """
 
+import asyncio
 import re
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from tokenproxy.record.store import Session, Store
-from tokenproxy.samples.samples import Refused, Sample, Samples, Shared, samples_of
+from tokenproxy.samples.samples import EVERYTHING, Refused, Sample, Selection, samples_of
 from tokenproxy.samples.tree import parsed
 
 ENTRIES_AT_ONCE = 100
@@ -22,10 +24,6 @@ MOST_SCANNED = 1000
 MOST_IDS = 2**19
 """Ids of samples after which a step returns. The last rollout may exceed it: a rollout is never divided."""
 _CURSOR = re.compile(r"[0-9]{1,18}")
-
-
-InThread = Callable[[Callable[[], Samples]], Awaitable[Samples]]
-"""Runs work in a thread, and returns its result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +37,8 @@ class FeedFilter:
     weight_versions: frozenset[str] = frozenset()
     """Samples of which every turn was sampled by one of these weights alone or by several of them. Samples
     with a turn whose weights are unknown are not selected."""
-
-    classes: frozenset[str] = frozenset()
-    """The classes of turns to train on; see `samples_of`. Rollouts without such turns are not selected."""
-    on_policy: bool = False
-    """Whether to train only on turns without `off_policy`; rollouts without any are not selected."""
+    turns: Selection = EVERYTHING
+    """What of a rollout is trained on; rollouts without any of it are not selected."""
 
     def selects_session(self, session: Session) -> bool:
         """Whether the metadata of a session are as required."""
@@ -107,15 +102,11 @@ class FeedStep:
     """Whether the feed may hold rollouts after that position."""
 
 
-async def read_step(
-    store: Store, after: int, limit: int, selected: FeedFilter, shared: Shared, in_thread: InThread
-) -> FeedStep:
+async def read_step(store: Store, after: int, limit: int, selected: FeedFilter) -> FeedStep:
     """Read the next finished rollouts after a position.
 
     Args:
         limit: of rollouts.
-        shared: whether turns that samples share are trained once or in each.
-        in_thread: runs the work that samples take.
 
     Raises:
         StoreError: the store does not respond.
@@ -128,7 +119,7 @@ async def read_step(
             if len(rollouts) == limit or ids >= MOST_IDS:
                 return FeedStep(rollouts, after, more=True)
             if selected.selects_session(session):
-                rollout = await _read(store, session, selected, shared, in_thread)
+                rollout = await _read(store, session, selected)
                 if rollout is not None:
                     rollouts.append(rollout)
                     ids += sum(
@@ -141,26 +132,15 @@ async def read_step(
     return FeedStep(rollouts, after, more=True)
 
 
-async def _read(
-    store: Store, session: Session, selected: FeedFilter, shared: Shared, in_thread: InThread
-) -> ReadRollout | None:
+async def _read(store: Store, session: Session, selected: FeedFilter) -> ReadRollout | None:
     """The samples of a rollout; None if it was removed since `session` was read, or if none is selected."""
     turns = await store.turns(session.id)
     if not turns:
         return None
-    found = await in_thread(
-        lambda: samples_of(
-            turns,
-            session.rewards,
-            session=session,
-            shared=shared,
-            revision=session.revision,
-            wanted=selected.classes,
-            on_policy=selected.on_policy,
-        )
-    )
+    make = partial(samples_of, session=session, selection=selected.turns, revision=session.revision)
+    found = await asyncio.to_thread(make, turns, session.rewards)
     samples = [sample for sample in found.samples if selected.selects_sample(sample)]
-    if (selected.weight_versions or selected.classes or selected.on_policy) and not samples:
+    if (selected.weight_versions or selected.turns.classes or selected.turns.on_policy) and not samples:
         return None
     return ReadRollout(session, samples, found.refused)
 

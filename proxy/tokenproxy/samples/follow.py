@@ -13,7 +13,6 @@ from tokenproxy.record.store import Store, StoreError, StoreUnusable
 from tokenproxy.samples.export import Report
 from tokenproxy.samples.feed import FeedFilter, read_step
 from tokenproxy.samples.layouts import Layout
-from tokenproxy.samples.samples import Shared
 
 POLL_S = 0.5
 """Seconds between two reads of a feed that has not grown."""
@@ -28,7 +27,6 @@ class Follower:
     store: Store
     layout: Layout
     selected: FeedFilter
-    shared: Shared
     position: int
     """Everything up to here was written and flushed; the first step reads after it."""
     poll_s: float = POLL_S
@@ -69,9 +67,7 @@ class Follower:
         """Write the next rollouts; False if there are no more for now."""
         # a position beyond the end, as after the loss of a store, counts as the end
         self.position = min(self.position, (await self.store.feed(2**62, limit=0)).end)
-        step = await read_step(
-            self.store, self.position, _ROLLOUTS_AT_ONCE, self.selected, self.shared, asyncio.to_thread
-        )
+        step = await read_step(self.store, self.position, _ROLLOUTS_AT_ONCE, self.selected)
         for rollout in step.rollouts:
             if self._stopped.is_set():
                 return True

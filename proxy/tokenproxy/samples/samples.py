@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from tokenproxy.record.store import Session
 from tokenproxy.record.turn import Segment, Turn, WeightSpan, unpack_ids, unpack_logprobs
-from tokenproxy.samples.chains import Link, links_of
+from tokenproxy.samples.chains import links_of
 from tokenproxy.samples.classes import UNKNOWN, classes_of, selected
 from tokenproxy.samples.tree import TurnTree, last_request, parsed
 
@@ -35,6 +35,24 @@ Shared = Literal["once", "each"]
 
 WHOLE_ROLLOUT = ""
 """The key of the whole rollout's reward in a mapping of rewards by turn id."""
+
+
+class Selection(NamedTuple):
+    """What of a rollout is trained on."""
+
+    shared: Shared = "once"
+    classes: frozenset[str] = frozenset()
+    """The classes of turns, `UNKNOWN` for those without one; empty for all."""
+    on_policy: bool = False
+    """Whether only turns without `off_policy` are."""
+
+    def holds(self, turn: Turn, request_class: str) -> bool:
+        """Whether a turn of a class is trained on."""
+        wanted = not self.classes or (request_class or UNKNOWN) in self.classes
+        return wanted and not (self.on_policy and turn.off_policy)
+
+
+EVERYTHING = Selection()
 
 
 class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,10 +213,8 @@ def samples_of(
     rewards: Mapping[str, float],
     *,
     session: Session | None = None,
-    shared: Shared = "once",
+    selection: Selection = EVERYTHING,
     revision: int = 0,
-    wanted: frozenset[str] = frozenset(),
-    on_policy: bool = False,
 ) -> Samples:
     """The samples of one rollout, in time linear in the ids they hold.
 
@@ -211,38 +227,22 @@ def samples_of(
         rewards: by turn id; the whole rollout's by WHOLE_ROLLOUT. Those that are not finite are ignored.
         session: the rollout's description. Without it, the samples lack the fields of a session, and
             `rollout` is the id in the store.
-        shared: whether shared turns are trained once or in each sample.
+        selection: turns that it does not hold, after the last one of a path that it holds, are left out.
         revision: that of all samples.
-        wanted: the classes of turns to train on, `UNKNOWN` for those without one; empty for all. Turns of
-            other classes after the last wanted one of a path are left out.
-        on_policy: whether to train only on turns without `off_policy`; the others as those of other classes.
     """
-    classes = classes_of(turns)
-    links = links_of(turns, classes)
-    trainable = {
-        turn.id
-        for turn in turns
-        if (not wanted or (classes[turn.id] or UNKNOWN) in wanted) and not (on_policy and turn.off_policy)
-    }
-    tree = TurnTree(selected(turns, trainable))
     rewards = {turn_id: reward for turn_id, reward in rewards.items() if math.isfinite(reward)}
+    rollout = _Rollout(turns, rewards, session, revision)
+    trainable = {turn.id for turn in turns if selection.holds(turn, rollout.classes[turn.id])}
+    tree = TurnTree(selected(turns, trainable))
     paths = [path for path in tree.sound_paths() if any(turn.id in trainable for turn in path)]
     leaf_of = _leaf_that_trains(sorted(paths, key=lambda path: _preference(path[-1], tree, rewards)))
-    samples = []
-    delivered: set[str] = set()
-    for index, path in enumerate(paths):
-        leaf = path[-1]
-        trained = {
-            turn.id
-            for turn in path
-            if turn.id in trainable and (shared == "each" or leaf_of[turn.id] == leaf.id)
-        }
-        whole = tree.is_leaf(leaf)
-        samples.append(
-            _sample(path, trained, classes, links, rewards, session, delivered, index, revision, whole=whole)
-        )
+    samples: list[Sample] = []
+    for path in paths:
+        leaf, each = path[-1], selection.shared == "each"
+        trained = {turn.id for turn in path if turn.id in trainable and (each or leaf_of[turn.id] == leaf.id)}
+        samples.append(rollout.sample(path, trained, len(samples), whole=tree.is_leaf(leaf)))
     refused = [
-        Refused(rollout=_name(session, leaf), leaf=leaf.id, turn=fault.turn, reason=fault.reason)
+        Refused(rollout=rollout.name_of(leaf), leaf=leaf.id, turn=fault.turn, reason=fault.reason)
         for leaf, fault in tree.faulty_leaves()
     ]
     return Samples(samples, refused)
@@ -268,66 +268,6 @@ def _leaf_that_trains(paths: Iterable[Sequence[Turn]]) -> dict[str, str]:
     return leaf_of
 
 
-def _sample(
-    path: Sequence[Turn],
-    trained: set[str],
-    classes: Mapping[str, str],
-    links: Mapping[str, Link],
-    rewards: Mapping[str, float],
-    session: Session | None,
-    delivered: set[str],
-    index: int,
-    revision: int,
-    *,
-    whole: bool,
-) -> Sample:
-    """The sample of a path.
-
-    Args:
-        trained: ids of the turns whose mask is 1.
-        classes: those of `classes_of`.
-        links: those of `links_of`.
-        delivered: digests of the images that earlier samples hold; those of this sample are added.
-    """
-    messages, answers, tools, template_kwargs = last_request(path)
-    joined = _join(path, trained, classes, rewards, answers)
-    images = [image for turn in path for image in turn.images]
-    image_data = {image.digest: image.image.url for image in images if image.digest not in delivered}
-    delivered.update(image_data)
-    last = path[-1]
-    modes = {turn.logprobs_mode for turn in path}
-    return Sample(
-        rollout=_name(session, last),
-        tenant=session.tenant if session else "",
-        leaf=last.id,
-        index=index,
-        whole=whole,
-        session=session is not None and session.explicit,
-        ambiguous=session is not None and session.ambiguous,
-        model=last.model,
-        prompt_ids=unpack_ids(path[0].appended),
-        completion_ids=joined.ids,
-        loss_mask=joined.mask,
-        logprobs=joined.logprobs,
-        logprobs_mode=modes.pop() if len(modes) == 1 else "",
-        turns=joined.spans,
-        finish_reason=joined.spans[-1].finish_reason,
-        reward=rewards.get(last.id, rewards.get(WHOLE_ROLLOUT)),
-        messages=messages,
-        tools=tools,
-        template_kwargs=template_kwargs,
-        metadata=parsed(session.metadata, dict) if session else {},
-        images=[SampleImage(image.digest, image.offset, image.length) for image in images],
-        image_data=image_data,
-        revision=revision,
-        request_class=classes[last.id],
-        agent=last.agent,
-        parent_agent=last.parent_agent,
-        continues=links[path[0].id].continues,
-        segment=links[path[0].id].number,
-    )
-
-
 class _Joined(NamedTuple):
     """The ids of a path after its first prompt, with what belongs to each."""
 
@@ -337,51 +277,102 @@ class _Joined(NamedTuple):
     spans: list[TurnSpan]
 
 
-def _join(
-    path: Sequence[Turn],
-    trained: set[str],
-    classes: Mapping[str, str],
-    rewards: Mapping[str, float],
-    answers: Sequence[int],
-) -> _Joined:
-    """Join the turns of a path. Arguments are those of `_sample` and the `answers` of `last_request`."""
-    ids, mask, logprobs, spans = joined = _Joined([], [], [], [])
-    for turn, answer in zip_longest(path, answers):
-        if spans:  # what the first turn appended is the sample's prompt
-            appended = unpack_ids(turn.appended)
-            ids.extend(appended)
-            mask.extend([0] * len(appended))
-            logprobs.extend([None] * len(appended))
-        span = _span(turn, len(ids), turn.id in trained, classes[turn.id], rewards.get(turn.id), answer)
-        spans.append(span)
-        ids.extend(unpack_ids(turn.completion))
-        mask.extend([int(turn.id in trained)] * turn.completion_tokens)
-        logprobs.extend(unpack_logprobs(turn.logprobs))
-    return joined
+class _Rollout:
+    """What the samples of one rollout share."""
 
+    def __init__(
+        self, turns: Sequence[Turn], rewards: Mapping[str, float], session: Session | None, revision: int
+    ) -> None:
+        """Arguments are those of `samples_of`."""
+        self.classes = classes_of(turns)
+        self._links = links_of(turns, self.classes)
+        self._rewards = rewards
+        self._session = session
+        self._revision = revision
+        self._delivered: set[str] = set()
+        """Digests of the images that earlier samples hold."""
 
-def _name(session: Session | None, turn: Turn) -> str:
-    return session.name if session else turn.rollout
+    def name_of(self, turn: Turn) -> str:
+        """The name of the rollout, given one of its turns."""
+        return self._session.name if self._session else turn.rollout
 
+    def sample(self, path: Sequence[Turn], trained: set[str], index: int, *, whole: bool) -> Sample:
+        """The sample of a path. `trained`: ids of the turns whose mask is 1."""
+        session, rewards = self._session, self._rewards
+        messages, answers, tools, template_kwargs = last_request(path)
+        joined = self._join(path, trained, answers)
+        images = [image for turn in path for image in turn.images]
+        image_data = {
+            image.digest: image.image.url for image in images if image.digest not in self._delivered
+        }
+        self._delivered.update(image_data)
+        last, link = path[-1], self._links[path[0].id]
+        modes = {turn.logprobs_mode for turn in path}
+        return Sample(
+            rollout=self.name_of(last),
+            tenant=session.tenant if session else "",
+            leaf=last.id,
+            index=index,
+            whole=whole,
+            session=session is not None and session.explicit,
+            ambiguous=session is not None and session.ambiguous,
+            model=last.model,
+            prompt_ids=unpack_ids(path[0].appended),
+            completion_ids=joined.ids,
+            loss_mask=joined.mask,
+            logprobs=joined.logprobs,
+            logprobs_mode=modes.pop() if len(modes) == 1 else "",
+            turns=joined.spans,
+            finish_reason=last.finish_reason,
+            reward=rewards.get(last.id, rewards.get(WHOLE_ROLLOUT)),
+            messages=messages,
+            tools=tools,
+            template_kwargs=template_kwargs,
+            metadata=parsed(session.metadata, dict) if session else {},
+            images=[SampleImage(image.digest, image.offset, image.length) for image in images],
+            image_data=image_data,
+            revision=self._revision,
+            request_class=self.classes[last.id],
+            agent=last.agent,
+            parent_agent=last.parent_agent,
+            continues=link.continues,
+            segment=link.number,
+        )
 
-def _span(
-    turn: Turn, start: int, trained: bool, request_class: str, reward: float | None, answer: int | None
-) -> TurnSpan:
-    return TurnSpan(
-        id=turn.id,
-        start=start,
-        end=start + turn.completion_tokens,
-        trained=trained,
-        reward=reward,
-        message_index=answer,
-        weight_versions=[
-            WeightSpan(span.version, start + span.start, start + span.end) for span in turn.weight_versions
-        ],
-        segments=[replace(each, start=start + each.start, end=start + each.end) for each in turn.segments],
-        sampling_mask=_mask(turn),
-        request_class=request_class,
-        **{name: getattr(turn, name) for name in UNCHANGED},
-    )
+    def _join(self, path: Sequence[Turn], trained: set[str], answers: Sequence[int]) -> _Joined:
+        """Join the turns of a path. `answers` are those of `last_request`."""
+        ids, mask, logprobs, spans = joined = _Joined([], [], [], [])
+        for turn, answer in zip_longest(path, answers):
+            if spans:  # what the first turn appended is the sample's prompt
+                appended = unpack_ids(turn.appended)
+                ids.extend(appended)
+                mask.extend([0] * len(appended))
+                logprobs.extend([None] * len(appended))
+            spans.append(self._span(turn, len(ids), answer, trained=turn.id in trained))
+            ids.extend(unpack_ids(turn.completion))
+            mask.extend([int(turn.id in trained)] * turn.completion_tokens)
+            logprobs.extend(unpack_logprobs(turn.logprobs))
+        return joined
+
+    def _span(self, turn: Turn, start: int, answer: int | None, *, trained: bool) -> TurnSpan:
+        return TurnSpan(
+            id=turn.id,
+            start=start,
+            end=start + turn.completion_tokens,
+            trained=trained,
+            reward=self._rewards.get(turn.id),
+            message_index=answer,
+            weight_versions=[
+                WeightSpan(span.version, start + span.start, start + span.end)
+                for span in turn.weight_versions
+            ],
+            segments=[
+                replace(each, start=start + each.start, end=start + each.end) for each in turn.segments
+            ],
+            sampling_mask=_mask(turn),
+            request_class=self.classes[turn.id],
+            **{name: getattr(turn, name) for name in UNCHANGED},
+        )
 
 
 def _mask(turn: Turn) -> list[list[int]] | None:

@@ -1,33 +1,48 @@
 """What a store did not take in time, and will be offered again: turns, and documents (stored responses)."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence, Sized
+from typing import Any, NamedTuple
 
 import msgspec
 
-from tokenproxy.record.store import FOUND_AT_MOST, Candidate, CandidateGroup, Found, IndexEntry, Session
+from tokenproxy.monitoring.metrics import Metrics
+from tokenproxy.record.index import Candidate, IndexedTurn, IndexEntry
+from tokenproxy.record.store import DOCUMENTS, FULL, RecordRefused, Session, Store, StoreError
 from tokenproxy.record.turn import Turn
+
+log = logging.getLogger("tokenproxy")
+
+_BATCH = 64
+"""Records that are tried at once, each of another rollout."""
 
 
 class Record(NamedTuple):
     """The arguments of one call that records turns."""
 
     session: Session
-    turns: Sequence[Turn]
-    entries: Sequence[Sequence[IndexEntry]]
+    turns: Sequence[IndexedTurn]
     size: int
     """Bytes that it takes in memory, roughly."""
+
+
+Timed = Callable[[str, Awaitable[Any]], Awaitable[Any]]
+"""Counts and times a call of the store, given the method's name. Raises StoreStalled if it takes too long."""
 
 
 class Backlog:
     """What waits, and what of it requests find meanwhile."""
 
-    def __init__(self, most_turns: int, most_bytes: int) -> None:
+    def __init__(self, metrics: Metrics, most_turns: int, most_bytes: int) -> None:
         """`most_bytes`: of the turns, and of the documents."""
         self.records: dict[str, Record] = {}
         """By the id of the first turn, in the order in which they came: parents before their children."""
         self.documents: dict[str, tuple[bytes, float | None]] = {}
         """By name: the document, and the seconds that it is kept."""
+        self.lost = 0
+        """Turns that were never recorded."""
+        self._metrics = metrics
         self._most_turns = most_turns
         self._most_bytes = most_bytes
 
@@ -35,13 +50,13 @@ class Backlog:
         """Whether anything waits."""
         return bool(self.records or self.documents)
 
-    def add(self, session: Session, turns: Sequence[Turn], entries: Sequence[Sequence[IndexEntry]]) -> bool:
+    def add(self, session: Session, turns: Sequence[IndexedTurn]) -> bool:
         """Let turns wait; False if too much waits already."""
-        size = len(msgspec.msgpack.encode(turns)) + 64 * sum(map(len, entries))
+        size = sum(len(msgspec.msgpack.encode(turn)) + 64 * len(entries) for turn, entries in turns)
         held = sum(record.size for record in self.records.values())
         if len(self.turns()) + len(turns) > self._most_turns or held + size > self._most_bytes:
             return False
-        self.records[turns[0].id] = Record(session, turns, entries, size)
+        self.records[turns[0].turn.id] = Record(session, turns, size)
         return True
 
     def add_document(self, name: str, content: bytes, keep_s: float | None) -> bool:
@@ -58,20 +73,12 @@ class Backlog:
             turn.id: turn
             for record in self.records.values()
             if rollout in (None, record.session.id)
-            for turn in record.turns
+            for turn, _ in record.turns
         }
 
     def holds(self, rollout: str) -> bool:
         """Whether turns of a rollout wait."""
         return rollout in [record.session.id for record in self.records.values()]
-
-    def oldest(self, limit: int) -> list[Record]:
-        """The first record of each rollout, for some rollouts."""
-        first: dict[str, Record] = {}
-        for record in self.records.values():
-            if len(first) < limit:
-                first.setdefault(record.session.id, record)
-        return list(first.values())
 
     def under(self, keys: Sequence[bytes]) -> list[tuple[IndexEntry, Candidate]]:
         """The turns under some keys of the index."""
@@ -79,18 +86,54 @@ class Backlog:
         return [
             (entry, Candidate(turn.id, turn.rollout))
             for record in (self.records.values() if wanted else ())
-            for turn, entries in zip(record.turns, record.entries, strict=True)
+            for turn, entries in record.turns
             for entry in dict.fromkeys(entries)
             if entry.key in wanted
         ]
 
+    async def offer(self, store: Store, timed: Timed) -> None:
+        """Offer what waits to the store, the turns of a rollout in their order.
 
-def with_candidate(found: Found, ids: bytes, candidate: Candidate) -> Found:
-    """What is under a key, with one more candidate; unchanged if the store has it meanwhile."""
-    groups = {group.ids: group for group in found.groups}
-    if any(candidate in group.candidates for group in groups.values()):
-        return found
-    own = groups.pop(ids, CandidateGroup(ids, 0, []))
-    own = CandidateGroup(ids, own.total + 1, [candidate, *own.candidates][:FOUND_AT_MOST])
-    # a group that is cut off here makes the match ambiguous, as one that `find` cuts off
-    return Found(found.total + 1, [own, *groups.values()][:FOUND_AT_MOST])
+        Raises:
+            StoreError: some of it has to wait on.
+        """
+        errors = await asyncio.gather(*(self._record(record, store, timed) for record in self._oldest()))
+        if error := next(filter(None, errors), None):
+            raise error
+        for name, (value, keep_s) in [*self.documents.items()][:_BATCH]:
+            try:
+                await timed("put", store.put(DOCUMENTS, name, value, keep_s=keep_s))
+            except RecordRefused as error:
+                log.error("a stored response is lost: %s", error)
+            if self.documents.pop(name, None) is None:  # deleted in the meantime
+                await timed("put", store.put(DOCUMENTS, name, None))
+
+    def _oldest(self) -> list[Record]:
+        """The first record of each rollout, for some rollouts."""
+        first: dict[str, Record] = {}
+        for record in self.records.values():
+            first.setdefault(record.session.id, record)
+        return list(first.values())[:_BATCH]
+
+    async def _record(self, record: Record, store: Store, timed: Timed) -> StoreError | None:
+        """Record turns that wait. Returns why they have to wait on."""
+        session, turns, _ = record
+        try:
+            evicted = await timed("add", store.add(session, turns))
+        except RecordRefused as error:
+            self.count_lost(turns, "refused")
+            log.error("a turn of %s is lost: %s", session.id, error)
+        except StoreError as error:
+            return error
+        except Exception:  # the boundary: what cannot be recorded keeps no other turn waiting
+            self.count_lost(turns, "refused")
+            log.exception("a turn of %s is lost", session.id)
+        else:
+            evicted.report(self._metrics, FULL)
+        del self.records[turns[0].turn.id]
+        return None
+
+    def count_lost(self, turns: Sized, reason: str) -> None:
+        """Count turns that will not be recorded."""
+        self.lost += len(turns)
+        self._metrics.lost_turns.labels(reason).inc(len(turns))

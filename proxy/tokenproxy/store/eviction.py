@@ -8,6 +8,7 @@ somebody looked, which a time without any process leaves too.
 
 import asyncio
 import time
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -22,7 +23,7 @@ _CLOCK = "clock"
 
 
 class Evicting(Store, Protocol):
-    """A store, as `evict` sees it."""
+    """A store, as its `Eviction` sees it."""
 
     async def held_bytes(self) -> int:
         """Bytes of turns and descriptions."""
@@ -33,62 +34,11 @@ class Evicting(Store, Protocol):
         ...
 
     async def remove(self, rollout: str, now: float) -> bool:
-        """Evict a rollout that is not pinned at a time, and remember its keys. False if it stays."""
+        """Evict a rollout that is not pinned at a time, and remember its keys. False if it stays.
+
+        At an infinite time none is pinned, and the keys are not remembered: the rollout is deleted.
+        """
         ...
-
-
-async def evict(store: Evicting, own: str, too_old: float) -> Evicted:
-    """Evict rollouts last used before a time, and those used least recently if the store holds too much.
-
-    Args:
-        own: evicted last, and only if it alone exceeds the limit.
-    """
-    most, now = store.limits.max_bytes, time.time()
-    read = await acknowledged_by_all(store)
-    held = await store.held_bytes()
-    total = Evicted(fill=held / most)
-    # below the limit, so that not every call evicts
-    target = most * 9 // 10 if held > most else held
-    own_session: Session | None = None
-    after = -1.0
-    while page := await store.oldest(after, _PAGE):
-        chosen = []
-        for session in page:
-            if held <= target and session.used >= too_old:
-                break
-            after = session.used
-            if session.id == own:
-                own_session = session
-            elif session.pinned_until <= now:
-                chosen.append(session)
-                held -= session.size
-        total = _sum(total, await _remove(store, chosen, read, now))
-        if after < page[-1].used:
-            return total
-    if own_session is not None and own_session.size > most and own_session.pinned_until <= now:
-        total = _sum(total, await _remove(store, [own_session], read, now))
-    return total
-
-
-async def _remove(store: Evicting, chosen: list[Session], read: dict[str, int], now: float) -> Evicted:
-    removed = await asyncio.gather(*(store.remove(session.id, now) for session in chosen))
-    gone = [session for session, done in zip(chosen, removed, strict=True) if done]
-    return Evicted(
-        len(gone),
-        sum(session.turns for session in gone),
-        sum(session.size for session in gone),
-        sum(session.position > read.get(session.tenant, session.position) for session in gone),
-    )
-
-
-def _sum(first: Evicted, second: Evicted) -> Evicted:
-    return Evicted(
-        first.rollouts + second.rollouts,
-        first.turns + second.turns,
-        first.size + second.size,
-        first.undelivered + second.undelivered,
-        max(first.fill, second.fill),
-    )
 
 
 class _ClockRecord(NamedTuple):
@@ -103,42 +53,94 @@ class _ClockRecord(NamedTuple):
 _decode = msgspec.msgpack.Decoder(_ClockRecord).decode
 
 
-class AgeClock:
-    """Finds out whether the clock of a store was set. One for each process."""
+class Eviction:
+    """Keeps the limits of a store, and finds out whether its clock was set. One for each process."""
 
-    def __init__(self, max_age_s: float) -> None:
-        self._max_age_s = max_age_s
+    def __init__(self, store: Evicting) -> None:
+        self._store = store
+        self._lock = asyncio.Lock()
+        """Without it the evictions of many tasks would end up in one transaction."""
         self._last: tuple[float, float] | None = None
+        """What the clock showed last, and the time that had passed."""
 
-    def was_set(self, now: float) -> bool:
-        """Whether the clock, which shows `now`, was set since the last call."""
-        elapsed = _elapsed()
-        last, self._last = self._last, (now, elapsed)
-        return last is not None and abs(now - last[0] - (elapsed - last[1])) > self._tolerance_s
+    async def run(self, own: str = "", *, too_old: float = 0.0) -> Evicted:
+        """Evict rollouts last used before a time, and those used least recently if the store holds too much.
 
-    async def oldest(self, store: Store, now: float) -> float:
-        """Rollouts last used before this time are too old; 0 if that cannot be told yet.
+        Args:
+            own: evicted last, and only if it alone exceeds the limit.
+        """
+        store, most, now = self._store, self._store.limits.max_bytes, time.time()
+        gone: list[Evicted] = []
+        async with self._lock:
+            read = await acknowledged_by_all(store)
+            held = before = await store.held_bytes()
+            # below the limit, so that not every call evicts
+            target = most * 9 // 10 if held > most else held
+            own_session: Session | None = None
+            after = -1.0
+            while page := await store.oldest(after, _PAGE):
+                chosen = []
+                for session in page:
+                    if held <= target and session.used >= too_old:
+                        break
+                    after = session.used
+                    if session.id == own:
+                        own_session = session
+                    elif session.pinned_until <= now:
+                        chosen.append(session)
+                        held -= session.size
+                gone += await self._remove(chosen, read, now)
+                if after < page[-1].used:
+                    break
+            else:
+                if own_session is not None and own_session.size > most and own_session.pinned_until <= now:
+                    gone += await self._remove([own_session], read, now)
+        return Evicted(
+            len(gone),
+            sum(each.turns for each in gone),
+            sum(each.size for each in gone),
+            sum(each.undelivered for each in gone),
+            before / most,
+        )
+
+    async def of_old(self, now: float) -> Evicted:
+        """Evict rollouts that are too old, if that can be told yet.
 
         Args:
             now: what the clock of the store shows. Other processes learn that it was set.
         """
-        unsteady = self.was_set(now)
+        store, unsteady = self._store, self.clock_was_set(now)
         while True:
             held = (await store.get(_CLOCK, [""])).get("")
             record = None if held is None else store.unreadable.read(f"{_CLOCK} ", _decode, held)
             seen, since = record or (now, 0.0)
             # after a gap a change of the clock may have been missed
-            if unsteady or not -self._tolerance_s <= now - seen <= self._max_age_s / 2:
+            if unsteady or not -self._tolerance_s <= now - seen <= store.limits.max_age_s / 2:
                 since = now
             if await store.put(_CLOCK, "", msgspec.msgpack.encode(_ClockRecord(now, since)), before=held):
                 break
-        oldest = now - self._max_age_s
-        return oldest if oldest >= since else 0.0
+        oldest = now - store.limits.max_age_s
+        return await self.run(too_old=oldest if oldest >= since else 0.0)
+
+    def clock_was_set(self, now: float) -> bool:
+        """Whether the clock, which shows `now`, was set since the last call."""
+        elapsed = _elapsed()
+        last, self._last = self._last, (now, elapsed)
+        return last is not None and abs(now - last[0] - (elapsed - last[1])) > self._tolerance_s
+
+    async def _remove(self, chosen: Sequence[Session], read: Mapping[str, int], now: float) -> list[Evicted]:
+        """Evict rollouts. `read`: what all consumers of a tenant have acknowledged."""
+        removed = await asyncio.gather(*(self._store.remove(session.id, now) for session in chosen))
+        return [
+            Evicted(1, each.turns, each.size, each.position > read.get(each.tenant, each.position))
+            for each, done in zip(chosen, removed, strict=True)
+            if done
+        ]
 
     @property
     def _tolerance_s(self) -> float:
         """Differences up to this are not a clock that was set."""
-        return min(60.0, self._max_age_s / 2)
+        return min(60.0, self._store.limits.max_age_s / 2)
 
 
 def _elapsed() -> float:

@@ -33,9 +33,6 @@ class StoredWords:
         """See `SharedWords.write`."""
         try:
             with store_time(REQUEST_S):
-                if word is None:
-                    await self._store.take(self._space, name)
-                else:
-                    await self._store.put(self._space, name, word.encode())
+                await self._store.put(self._space, name, None if word is None else word.encode())
         except StoreError as error:
             raise SharedError(str(error)) from error

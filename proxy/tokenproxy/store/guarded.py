@@ -19,19 +19,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from time import perf_counter
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-import msgspec
 from msgspec.structs import replace
 
 from tokenproxy.monitoring.metrics import Metrics
+from tokenproxy.record.index import NOTHING, Found, IndexedTurn
 from tokenproxy.record.store import (
     DOCUMENTS,
-    FULL,
     Before,
     Evicted,
-    Found,
-    IndexEntry,
     RecordDamaged,
     RecordRefused,
     Session,
@@ -43,8 +40,9 @@ from tokenproxy.record.store import (
 )
 from tokenproxy.record.store_time import BACKGROUND_S, StoreTime, running_store_time, within
 from tokenproxy.record.turn import Turn
-from tokenproxy.store.backlog import Backlog, Record, with_candidate
-from tokenproxy.store.packed import complete_path, fill_prompts, missing_holders
+from tokenproxy.store.backlog import Backlog
+from tokenproxy.store.health import StoreHealth
+from tokenproxy.store.packed import complete_path, fill_prompts
 
 log = logging.getLogger("tokenproxy")
 
@@ -55,34 +53,9 @@ START_S = 3.0
 """How long the start of the proxy waits for the store, if it can do without."""
 _FAILURES = 3
 """Calls that fail in a row before others are skipped."""
-_BATCH = 64
-"""Records that are tried at once, each of another rollout."""
-_NAMED = 16
-"""Damaged records that `/ready` names."""
 _PROBE = bytes(16)
 """A key under which nothing is."""
 _READS = frozenset(["find", "path", "turns", "newest", "session", "sessions", "feed", "get"])
-
-
-class StoreHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """How the store of one process does: a part of `/ready`."""
-
-    state: Literal["ok", "stalled", "unavailable"]
-    """`stalled`: it does not respond in time, or another process holds its lock; `unavailable`: it fails."""
-    since: float | None
-    """When that began, in seconds since the epoch; None if all is well."""
-    error: str | None
-    """Message of the last error."""
-    queued_turns: int
-    """Turns that wait to be recorded."""
-    lost_turns: int
-    """Turns that were never recorded, since the process started."""
-    unreadable: int
-    """Damaged records that were left out since the process started; the log names them."""
-    unreadable_turns: list[str]
-    """The ids of the first turns among them."""
-    unreadable_records: list[str]
-    """The first of the others, as `session NAME`, without their tenants."""
 
 
 @dataclass(frozen=True)
@@ -103,12 +76,7 @@ class GuardedStore:
     """A `Store` that may stall, fail, or be missing at first. `__getattr__` makes all its other calls."""
 
     def __init__(
-        self,
-        store: Store,
-        metrics: Metrics,
-        *,
-        required: bool = False,
-        limits: GuardLimits = GuardLimits(),
+        self, store: Store, metrics: Metrics, *, required: bool = False, limits: GuardLimits = GuardLimits()
     ) -> None:
         """`required`: whether `open` fails if the store does not respond."""
         self.limits, self.unreadable = store.limits, store.unreadable
@@ -118,17 +86,18 @@ class GuardedStore:
         """Returns the histogram of a method's times."""
         self._required = required
         self._guard = limits
-        self._backlog = Backlog(limits.most_turns, limits.most_bytes)
+        self._backlog = Backlog(metrics, limits.most_turns, limits.most_bytes)
         self._failures = {"read": 0, "write": 0}
         """Calls of each kind that failed in a row."""
         self._opening: asyncio.Future[None] | None = None
         self._is_open = False
         self._recovery: asyncio.Task[None] | None = None
         """Runs while something is wrong."""
-        self._since = 0.0
+        self._since: float | None = None
         self._error: StoreError | None = None
-        self._lost = 0
+        """The last one, and since when something is wrong; None while all is well."""
         self._late: set[asyncio.Task[None]] = set()
+        """Releases of turns that were claimed too late."""
 
     def __getattr__(self, name: str) -> Any:
         """A call of the store, made within its limits."""
@@ -143,23 +112,7 @@ class GuardedStore:
 
     def health(self) -> StoreHealth:
         """How the store does now."""
-        state: Literal["ok", "stalled", "unavailable"] = "ok"
-        if self._recovery is not None:
-            state = "stalled" if isinstance(self._error, StoreStalled) else "unavailable"
-        ill = state != "ok"
-        unreadable = [name.partition(" ") for name in self.unreadable.names]
-        turns = [name for kind, _, name in unreadable if kind == "turn"]
-        others = [f"{kind} {name.rpartition('/')[2]}" for kind, _, name in unreadable if kind != "turn"]
-        return StoreHealth(
-            state=state,
-            since=self._since if ill else None,
-            error=str(self._error) if ill and self._error else None,
-            queued_turns=len(self._backlog.turns()),
-            lost_turns=self._lost,
-            unreadable=len(unreadable),
-            unreadable_turns=turns[:_NAMED],
-            unreadable_records=others[:_NAMED],
-        )
+        return StoreHealth.of(self._error, self._since, self._backlog, self.unreadable)
 
     async def open(self) -> None:
         """Open the store. One that does not respond is tried again later, unless it is required.
@@ -191,10 +144,12 @@ class GuardedStore:
             if self._backlog:
                 await asyncio.wait({recovery}, timeout=self._guard.close_s)
             recovery.cancel()
+        if self._late:
+            await asyncio.wait(self._late, timeout=self._guard.close_s)
         if self._opening is not None:
             self._opening.cancel()
         lost, documents = self._backlog.turns(), self._backlog.documents
-        self._count_lost(list(lost.values()), "shutdown")
+        self._backlog.count_lost(lost, "shutdown")
         if lost or documents:
             kinds = f"{len(lost)} turns and {len(documents)} stored responses"
             log.error("%s are lost: the store did not take them before the process ended", kinds)
@@ -205,12 +160,7 @@ class GuardedStore:
         else:
             log.error("the store did not close within %g s", self._guard.close_s)
 
-    async def add(
-        self,
-        session: Session,
-        turns: Sequence[Turn] = (),
-        entries: Sequence[Sequence[IndexEntry]] = (),
-    ) -> Evicted:
+    async def add(self, session: Session, turns: Sequence[IndexedTurn] = ()) -> Evicted:
         """See `Store.add`. Turns that the store does not take in time are recorded later.
 
         Raises:
@@ -224,21 +174,21 @@ class GuardedStore:
         # the order matters within a rollout: a turn waits for those before it
         if not self._backlog.holds(session.id):
             try:
-                return await self._call("add", self._store.add, session, turns, entries)
+                return await self._call("add", self._store.add, session, turns)
             except StoreSkipped:
                 pass  # nothing failed here: the turn waits until the store works again
             except StoreError as failure:
                 if isinstance(failure, RecordRefused):
-                    self._count_lost(turns, "refused")
+                    self._backlog.count_lost(turns, "refused")
                     raise
                 # what is cancelled may be done all the same; to write it again then changes nothing
                 error = failure
                 self._metrics.store_errors.inc()
             except Exception:  # counted here, and raised again for the caller
-                self._count_lost(turns, "refused")
+                self._backlog.count_lost(turns, "refused")
                 raise
-        if not self._backlog.add(session, turns, entries):
-            self._count_lost(turns, "queue_full")
+        if not self._backlog.add(session, turns):
+            self._backlog.count_lost(turns, "queue_full")
             waiting = len(self._backlog.turns())
             raise StoreError(f"too many turns wait to be recorded ({waiting}): {error}")
         self._recover_from(error)
@@ -250,19 +200,22 @@ class GuardedStore:
         here = self._backlog.under(keys)
         found = await self._call("find", self._store.find, keys)
         for entry, candidate in here:
-            found[entry.key] = with_candidate(found.get(entry.key, Found(0, [])), entry.ids, candidate)
+            found[entry.key] = found.get(entry.key, NOTHING).with_candidate(entry.ids, candidate)
         return found
 
     async def put(
-        self, space: str, name: str, value: bytes, *, keep_s: float | None = None, before: Before = ...
+        self, space: str, name: str, value: bytes | None, *, keep_s: float | None = None, before: Before = ...
     ) -> bool:
         """See `Store.put`. False for a document that the store does not take in time: it is stored later."""
+        waiting = self._backlog.documents if space == DOCUMENTS else {}
+        if value is None and waiting.pop(name, None) is not None:
+            return True
         try:
             return await self._call("put", self._store.put, space, name, value, keep_s=keep_s, before=before)
         except RecordRefused:
             raise  # it would be refused again
         except StoreError as error:
-            if space != DOCUMENTS or not self._backlog.add_document(name, value, keep_s):
+            if space != DOCUMENTS or value is None or not self._backlog.add_document(name, value, keep_s):
                 raise
             self._recover_from(error)
             return False
@@ -276,13 +229,6 @@ class GuardedStore:
         if here and len(here) == len(names or ()):
             return here
         return here | await self._call("get", self._store.get, space, names, complete=complete)
-
-    async def take(self, space: str, name: str) -> bytes | None:
-        """See `Store.take`."""
-        waiting = self._backlog.documents.pop(name, None) if space == DOCUMENTS else None
-        if waiting is not None:
-            return waiting[0]
-        return await self._call("take", self._store.take, space, name)
 
     async def claim(self, key: bytes, ids: bytes) -> str | None:
         """See `Store.claim`. A turn that is claimed too late is released."""
@@ -306,19 +252,10 @@ class GuardedStore:
 
     async def path(self, turn: str) -> list[Turn]:
         """See `Store.path`."""
-        waiting = self._backlog.turns()
-        here: dict[str, Turn] = {}
-        first: str | None = turn
-        while first in waiting and first not in here:
-            here[first] = waiting[first]
-            first = here[first].parent
-        if not here:
+        waiting = self._backlog.turns().get(turn)
+        if waiting is None:
             return await self._call("path", self._store.path, turn)
-        for name in (first, *missing_holders(here.values(), here)):
-            # the turns before them, and another choice of a request: it may wait, or be recorded already
-            if name is not None and name not in here:
-                here |= {each.id: each for each in await self.path(name)}
-        return complete_path(turn, here)
+        return complete_path(turn, {each.id: each for each in await self.turns(waiting.rollout)})
 
     async def turns(self, rollout: str) -> list[Turn]:
         """See `Store.turns`."""
@@ -414,7 +351,7 @@ class GuardedStore:
                 self._error = error if isinstance(error, StoreError) else StoreError(str(error))
                 await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
                 wait_s = min(2 * wait_s, self._guard.longest_wait_s)
-        self._recovery = None
+        self._recovery = self._since = self._error = None
         log.warning("the store works again, after %.1f s", perf_counter() - start)
 
     async def _try_again(self) -> None:
@@ -428,40 +365,11 @@ class GuardedStore:
         if self._failures["read"] >= _FAILURES:
             await self._timed("find", self._store.find([_PROBE]))
             self._failures["read"] = 0
-        if oldest := self._backlog.oldest(_BATCH):
-            errors = await asyncio.gather(*map(self._record_later, oldest))
-            if error := next(filter(None, errors), None):
-                raise error
-        documents = self._backlog.documents
-        for name, (value, keep_s) in [*documents.items()][:_BATCH]:
-            try:
-                await self._timed("put", self._store.put(DOCUMENTS, name, value, keep_s=keep_s))
-            except RecordRefused as error:
-                log.error("a stored response is lost: %s", error)
-            if documents.pop(name, None) is None:  # deleted in the meantime
-                await self._timed("take", self._store.take(DOCUMENTS, name))
+        await self._backlog.offer(self._store, self._timed)
         if self._failures["write"] >= _FAILURES:
             # changes nothing, because no rollout has this name
             await self._timed("pin", self._store.pin("", 0.0))
         self._failures["write"] = 0
-
-    async def _record_later(self, record: Record) -> StoreError | None:
-        """Record turns that wait. Returns why they have to wait on."""
-        session, turns, entries, _ = record
-        try:
-            evicted = await self._timed("add", self._store.add(session, turns, entries))
-        except RecordRefused as error:
-            self._count_lost(turns, "refused")
-            log.error("a turn of %s is lost: %s", session.id, error)
-        except StoreError as error:
-            return error
-        except Exception:  # the boundary: what cannot be recorded keeps no other turn waiting
-            self._count_lost(turns, "refused")
-            log.exception("a turn of %s is lost", session.id)
-        else:
-            evicted.report(self._metrics, FULL)
-        del self._backlog.records[turns[0].id]
-        return None
 
     async def _release_late(self, claiming: "asyncio.Future[str | None]") -> None:
         try:
@@ -469,7 +377,3 @@ class GuardedStore:
                 await self._store.release(turn)
         except StoreError as error:
             error.report(self._metrics, "a turn that was claimed in vain may stay claimed")
-
-    def _count_lost(self, turns: Sequence[Turn], reason: str) -> None:
-        self._lost += len(turns)
-        self._metrics.lost_turns.labels(reason).inc(len(turns))

@@ -13,8 +13,9 @@ import msgspec
 from msgspec.structs import replace
 
 from tokenproxy.record.encoders import WORTH_A_THREAD_BYTES
-from tokenproxy.record.store import DAMAGED, IndexEntry, RecordDamaged, Unreadable
-from tokenproxy.record.turn import Turn
+from tokenproxy.record.index import IndexedTurn, IndexEntry
+from tokenproxy.record.store import DAMAGED, RecordDamaged, Unreadable
+from tokenproxy.record.turn import OF_PROMPT, Turn
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -30,9 +31,9 @@ _LEVEL = 1
 _TURN = msgspec.msgpack.Decoder(Turn)
 
 
-async def pack_turns(turns: Sequence[Turn]) -> list[bytes]:
+async def pack_turns(turns: Sequence[IndexedTurn]) -> list[bytes]:
     """Each as MessagePack. Long ones are compressed; Python's lock is free in that thread."""
-    encoded = [msgspec.msgpack.encode(turn) for turn in turns]
+    encoded = [msgspec.msgpack.encode(turn) for turn, _ in turns]
     if sum(map(len, encoded)) < WORTH_A_THREAD_BYTES:
         return [_compress(each) for each in encoded]
     return await asyncio.to_thread(lambda: [_compress(each) for each in encoded])
@@ -78,8 +79,11 @@ def _compress(encoded: bytes) -> bytes:
     return zstd.compress(encoded, _LEVEL) if len(encoded) >= _COMPRESSED_FROM else encoded
 
 
-async def pack_value(value: bytes) -> bytes:
-    """A value of `Store.put` after one byte: `z` if it is compressed, because it is long, else `=`."""
+async def pack_value(value: bytes | None) -> bytes:
+    """A value of `Store.put` after one byte: `z` if it is compressed, because it is long, else `=`. None is
+    empty."""
+    if value is None:
+        return b""
     if len(value) < _COMPRESSED_FROM:
         return b"=" + value
     if len(value) < WORTH_A_THREAD_BYTES:
@@ -168,17 +172,9 @@ def missing_holders(turns: Iterable[Turn], present: Container[str]) -> list[str]
 
 def fill_prompts(turns: Iterable[Turn], holders: Mapping[str, Turn]) -> list[Turn]:
     """Turns, each with what its `prompt_turn` holds for it. Where that is missing, a turn stays as it is."""
-    return [_fill_prompt(turn, holders.get(turn.prompt_turn)) if turn.prompt_turn else turn for turn in turns]
-
-
-def _fill_prompt(turn: Turn, holder: Turn | None) -> Turn:
-    if holder is None:
-        return turn
-    return replace(
-        turn,
-        messages=holder.messages,
-        appended=holder.appended,
-        images=holder.images,
-        tools=holder.tools,
-        template_kwargs=holder.template_kwargs,
-    )
+    filled = []
+    for turn in turns:
+        holder = holders.get(turn.prompt_turn or "")
+        fields = {name: getattr(holder, name) for name in OF_PROMPT} if holder else {}
+        filled.append(replace(turn, **fields) if fields else turn)
+    return filled

@@ -8,36 +8,32 @@ The servers must not evict keys by themselves (`maxmemory-policy noeviction`): t
 limits. Whether the data survive a restart of a server depends on the server's own settings.
 """
 
-import asyncio
 import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, islice
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from tokenproxy.record.index import Candidate, CandidateGroup, Found, IndexedTurn
 from tokenproxy.record.store import (
     DESCRIPTION,
     LAST_POSITION,
     Before,
-    Candidate,
-    CandidateGroup,
-    Cause,
     Evicted,
     FeedPage,
-    Found,
-    IndexEntry,
     Limits,
     Session,
     StoreUnusable,
     Unreadable,
 )
 from tokenproxy.record.turn import Turn, request_time
+from tokenproxy.record.vocabulary import Cause
 from tokenproxy.store import redis_scripts as scripts
-from tokenproxy.store.eviction import AgeClock, evict
+from tokenproxy.store.eviction import Eviction
 from tokenproxy.store.packed import (
     complete_path,
     fill_prompts,
@@ -53,6 +49,8 @@ from tokenproxy.store.packed import (
 )
 from tokenproxy.store.redis_servers import Call, RedisServers
 from tokenproxy.store.redis_urls import read_redis_url
+
+T = TypeVar("T")
 
 log = logging.getLogger("tokenproxy")
 
@@ -71,13 +69,12 @@ class RedisStore:
         self.limits = limits
         self.unreadable = Unreadable()
         self._servers = RedisServers(read_redis_url(url))
-        self._eviction = asyncio.Lock()
-        self._clock = AgeClock(limits.max_age_s)
+        self._eviction = Eviction(self)
 
     async def open(self) -> None:
         """See `Store.open`."""
         name = self._servers.url.name
-        version, memory = await self._run(scripts.OPEN, [scripts.PREFIX + b"version"], SCHEMA_VERSION)
+        version, memory = await self._servers.run(scripts.OPEN, [scripts.PREFIX + b"version"], SCHEMA_VERSION)
         split = await self._servers.do(self._servers.client.exists(scripts.PREFIX + b"partitions"))
         if split or version != SCHEMA_VERSION:
             raise StoreUnusable(
@@ -91,38 +88,32 @@ class RedisStore:
                 "set its maxmemory-policy to noeviction",
                 name,
             )
-        self._clock.was_set(await self._server_time())
+        self._eviction.clock_was_set(await self._server_time())
 
     async def aclose(self) -> None:
         """See `Store.aclose`."""
         await self._servers.aclose()
 
-    async def add(
-        self,
-        session: Session,
-        turns: Sequence[Turn] = (),
-        entries: Sequence[Sequence[IndexEntry]] = (),
-    ) -> Evicted:
+    async def add(self, session: Session, turns: Sequence[IndexedTurn] = ()) -> Evicted:
         """See `Store.add`."""
         if not turns:
             return await self._save(session, ("", "", ""), 0.0)
         members: list[tuple[bytes, bytes]] = []
         args: list[Any] = []
-        for turn, of_turn, packed in zip(turns, entries, await pack_turns(turns), strict=True):
-            members += [(_index_key(key), _member(ids, turn.id, session.id)) for key, ids in of_turn]
+        for (turn, entries), packed in zip(turns, await pack_turns(turns), strict=True):
+            members += [(_index_key(key), _member(ids, turn.id, session.id)) for key, ids in entries]
             above = pack_parts((each or "").encode() for each in (turn.parent, turn.prompt_turn))
-            args += turn.id, turn.parent or "", above + pack_entries(of_turn), packed, turn.completion_tokens
-        calls = [Call("SET", [_turn_key(turn.id)], [session.id]) for turn in turns]
+            args += turn.id, turn.parent or "", above + pack_entries(entries), packed, turn.completion_tokens
+        calls = [Call("SET", [_turn_key(turn.id)], [session.id]) for turn, _ in turns]
         calls += self._on_index(scripts.INDEX, members)
         await self._servers.run_each(calls, replicated=True)
-        counts = await self._run(scripts.ADD, _rollout_keys(session.id), *args)
-        return await self._save(session, counts, min([request_time(turn.id) for turn in turns]))
+        counts = await self._servers.run(scripts.ADD, _rollout_keys(session.id), *args)
+        return await self._save(session, counts, min([request_time(turn.id) for turn, _ in turns]))
 
     async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
         """See `Store.find`."""
         distinct = list(dict.fromkeys(keys))
-        step = 1 if self._servers.url.kind == "cluster" else max(len(distinct), 1)
-        parts = [distinct[start : start + step] for start in range(0, len(distinct), step)]
+        parts = self._parts(distinct)
         replies = await self._servers.run_each(
             [Call(scripts.FIND, list(map(_index_key, part)), []) for part in parts]
         )
@@ -142,7 +133,11 @@ class RedisStore:
             )
             for candidate, state in zip(candidates, states, strict=True):
                 names = _rollout_keys(candidate.rollout)
-                if candidate.turn and state is None and await self._run(scripts.CLAIM, names, candidate.turn):
+                if (
+                    candidate.turn
+                    and state is None
+                    and await self._servers.run(scripts.CLAIM, names, candidate.turn)
+                ):
                     return candidate.turn
             if len(members) < _PAGE:
                 return None
@@ -151,7 +146,7 @@ class RedisStore:
     async def release(self, turn: str) -> None:
         """See `Store.release`."""
         if rollout := await self._rollout_of(turn):
-            await self._run(scripts.RELEASE, _rollout_keys(rollout), turn)
+            await self._servers.run(scripts.RELEASE, _rollout_keys(rollout), turn)
 
     async def pin(self, rollout: str, until: float) -> bool:
         """See `Store.pin`."""
@@ -161,7 +156,7 @@ class RedisStore:
         """See `Store.path`."""
         if (rollout := await self._rollout_of(turn)) is None:
             return []
-        found = await self._run(scripts.PATH, _rollout_keys(rollout), turn)
+        found = await self._servers.run(scripts.PATH, _rollout_keys(rollout), turn)
         return complete_path(turn, unpack_turns(_pairs(found), self.unreadable))
 
     async def turns(self, rollout: str) -> list[Turn]:
@@ -188,7 +183,7 @@ class RedisStore:
 
     async def delete(self, rollout: str) -> bool:
         """See `Store.delete`."""
-        return await self._remove(rollout, math.inf, remembered_s=0)
+        return await self.remove(rollout, math.inf)
 
     async def finish(self, rollout: str, cause: Cause, rewards: Mapping[str, float] | None = None) -> bool:
         """See `Store.finish`."""
@@ -204,19 +199,21 @@ class RedisStore:
         return FeedPage(last if tenant is None else own_end, waiting, sessions)
 
     async def put(
-        self, space: str, name: str, value: bytes, *, keep_s: float | None = None, before: Before = ...
+        self, space: str, name: str, value: bytes | None, *, keep_s: float | None = None, before: Before = ...
     ) -> bool:
         """See `Store.put`."""
         now = time.time()
         expires = "+inf" if keep_s is None else repr(now + keep_s)
         args: list[Any] = [name, await pack_value(value), expires, repr(now), self.limits.bytes_of(space)]
         if before is not ...:
-            args.append(b"" if before is None else await pack_value(before))
-        kept = bool(await self._run(scripts.PUT, _space_keys(space), *args))
+            args.append(await pack_value(before))
+        kept = bool(await self._servers.run(scripts.PUT, _space_keys(space), *args))
         if kept or before is not None:
             return kept
         damaged = [value for _, value in await self._packed(space, [name]) if is_damaged(value)]
-        return bool(damaged and await self._run(scripts.PUT, _space_keys(space), *args[:-1], damaged[0]))
+        return bool(
+            damaged and await self._servers.run(scripts.PUT, _space_keys(space), *args[:-1], damaged[0])
+        )
 
     async def get(
         self, space: str, names: Sequence[str] | None = None, *, complete: bool = False
@@ -227,21 +224,14 @@ class RedisStore:
 
     async def _packed(self, space: str, names: Sequence[str] | None) -> Iterable[tuple[bytes, bytes]]:
         wanted = ("*",) if names is None else ("", *dict.fromkeys(names))
-        return _pairs(await self._run(scripts.GET, _space_keys(space), repr(time.time()), *wanted))
-
-    async def take(self, space: str, name: str) -> bytes | None:
-        """See `Store.take`."""
-        value = await self._run(scripts.TAKE, _space_keys(space), name, repr(time.time()))
-        if value is None:
-            return None
-        return unpack_values([(name.encode(), value)], space, self.unreadable).get(name, b"")
+        return _pairs(await self._servers.run(scripts.GET, _space_keys(space), repr(time.time()), *wanted))
 
     async def evict(self) -> Evicted:
         """See `Store.evict`."""
         for rollout in await self._run_list(scripts.REMOVED):
             await self._remove_turns(text(rollout), EVICTED_S)
         # the server's clock: the proxies' may differ
-        return await self._evict("", await self._clock.oldest(self, await self._server_time()))
+        return await self._eviction.of_old(await self._server_time())
 
     async def held_bytes(self) -> int:
         """See `Evicting.held_bytes`."""
@@ -253,7 +243,10 @@ class RedisStore:
 
     async def remove(self, rollout: str, now: float) -> bool:
         """See `Evicting.remove`."""
-        return await self._remove(rollout, now, EVICTED_S)
+        if not await self._run_list(scripts.REMOVE, rollout, repr(now)):
+            return False
+        await self._remove_turns(rollout, EVICTED_S if now < math.inf else 0)
+        return True
 
     async def _save(self, session: Session, counts: Sequence[Any], first_turn: float) -> Evicted:
         """Count turns of a session, or describe it."""
@@ -262,7 +255,7 @@ class RedisStore:
         counts = (*counts, repr(first_turn), int(session.ambiguous))
         args = (repr(time.time()), *counts, *fields, *described)
         size = await self._run_list(scripts.SAVE, session.id, *args)
-        return await self._evict(session.id) if size > self.limits.max_bytes else Evicted()
+        return await self._eviction.run(session.id) if size > self.limits.max_bytes else Evicted()
 
     async def _list(self, limit: int, *args: Any) -> tuple[list[int], list[Session]]:
         """The four numbers that `LIST` replies, and the sessions without those that are damaged.
@@ -287,19 +280,9 @@ class RedisStore:
         """The session of a hash; None if it cannot be read."""
         return self.unreadable.read(f"session {text(fields.get(b'id', b''))}", _session_from, fields)
 
-    async def _evict(self, own: str, too_old: float = 0.0) -> Evicted:
-        async with self._eviction:
-            return await evict(self, own, too_old)
-
-    async def _remove(self, rollout: str, pinned_at: float, remembered_s: int) -> bool:
-        if not await self._run_list(scripts.REMOVE, rollout, repr(pinned_at)):
-            return False
-        await self._remove_turns(rollout, remembered_s)
-        return True
-
     async def _remove_turns(self, rollout: str, remembered_s: int) -> None:
         """Remove the turns of a rollout that is no longer in the list, and what finds them."""
-        removed = list(_pairs(await self._run(scripts.REMOVE_TURNS, _rollout_keys(rollout))))
+        removed = list(_pairs(await self._servers.run(scripts.REMOVE_TURNS, _rollout_keys(rollout))))
         members = [
             (_index_key(entry.key), _member(entry.ids, turn.decode(), rollout))
             for turn, packed in removed
@@ -307,26 +290,28 @@ class RedisStore:
         ]
         calls = [Call("UNLINK", [_turn_key(turn.decode())], []) for turn, _ in removed]
         await self._servers.run_each(calls + self._on_index(scripts.UNINDEX, members, remembered_s))
-        await self._run_list(scripts.FORGET, rollout)
+        await self._servers.run_each([Call("SREM", [scripts.SESSIONS + b"removed"], [rollout])])
 
     def _on_index(self, script: str, members: Sequence[tuple[bytes, bytes]], *args: Any) -> list[Call]:
-        """Calls of a script for keys of the index, each with a member: in a cluster one for each key."""
-        step = 1 if self._servers.url.kind == "cluster" else max(len(members), 1)
-        parts = [members[start : start + step] for start in range(0, len(members), step)]
+        """Calls of a script for keys of the index, each with a member."""
         return [
-            Call(script, [key for key, _ in part], [*args, *(each for _, each in part)]) for part in parts
+            Call(script, [key for key, _ in part], [*args, *(each for _, each in part)])
+            for part in self._parts(members)
         ]
+
+    def _parts(self, keyed: Sequence[T]) -> list[Sequence[T]]:
+        """What belongs to keys of the index, in parts for one script: in a cluster one for each key."""
+        if self._servers.url.kind == "cluster":
+            return [[each] for each in keyed]
+        return [keyed] if keyed else []
 
     async def _rollout_of(self, turn: str) -> str | None:
         rollout = await self._servers.do(self._servers.client.get(_turn_key(turn)))
         return None if rollout is None else text(rollout)
 
     async def _server_time(self) -> float:
-        seconds, microseconds = await self._run_list(scripts.TIME)
+        seconds, microseconds = await self._run_list("return redis.call('TIME')")
         return int(seconds) + int(microseconds) / 1e6
-
-    async def _run(self, script: str, keys: Sequence[bytes], *args: Any) -> Any:
-        return await self._servers.run(script, keys, *args)
 
     async def _run_list(self, script: str, *args: Any) -> Any:
         """Run a script of the list of sessions."""

@@ -31,7 +31,8 @@ they use. That matters while a cluster moves the slot to another server: part of
 command with several keys that are on neither is refused (`TRYAGAIN`) until the slot has moved.
 """
 
-from tokenproxy.record.store import FOUND_AT_MOST, LAST_POSITION, LATEST_S, MOST_BYTES
+from tokenproxy.record.index import FOUND_AT_MOST
+from tokenproxy.record.store import LAST_POSITION, LATEST_S, MOST_BYTES
 
 PREFIX = b"tokenproxy:"
 SESSIONS = PREFIX + b"{sessions}:"
@@ -87,12 +88,11 @@ faster than nested lists."""
 
 FIND = (
     _REPLY
-    + f"local most = {FOUND_AT_MOST}"
-    + """
+    + f"""
 for i, name in ipairs(KEYS) do
     local total = redis.call('ZCARD', name)
     if total > 0 then
-        local members = redis.call('ZREVRANGE', name, 0, most - 1)
+        local members = redis.call('ZREVRANGE', name, 0, {FOUND_AT_MOST - 1})
         reply(i - 1, total, redis.call('ZRANGE', name, 0, 0)[1], #members, unpack(members))
     end
 end
@@ -169,7 +169,7 @@ return entries
 """
 """Keys: as `ADD`. Reply: turn, packed entries, turn, ..."""
 
-_SPACE = """
+PUT = """
 local function add(bytes)
     local held = tonumber(redis.call('GET', KEYS[3]) or 0)
     held = held and math.abs(held) < 2^53 and held or 0  -- it is damaged
@@ -180,21 +180,18 @@ local function drop(name)
     redis.call('HDEL', KEYS[1], name)
     redis.call('ZREM', KEYS[2], name)
 end
-local function drop_expired(now)
-    for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, 500)) do
-        drop(name)
-    end
-end
-"""
-PUT = (
-    _SPACE
-    + """
 local name, value, expires, now, most, before = unpack(ARGV)
-drop_expired(now)
-local last = tonumber(redis.call('ZSCORE', KEYS[2], name) or 0)
-local held = last > tonumber(now) and redis.call('HGET', KEYS[1], name) or ''
+for _, expired in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, 500)) do
+    drop(expired)
+end
+local there = tonumber(redis.call('ZSCORE', KEYS[2], name) or 0) > tonumber(now)
+local held = there and redis.call('HGET', KEYS[1], name) or ''
 if (before and held ~= before) or #value > tonumber(most) then
     return 0
+end
+if value == '' then
+    drop(name)
+    return there and 1 or 0
 end
 add(#value - redis.call('HSTRLEN', KEYS[1], name))
 redis.call('HSET', KEYS[1], name, value)
@@ -204,10 +201,9 @@ while tonumber(redis.call('GET', KEYS[3])) > tonumber(most) do
 end
 return 1
 """
-)
-"""Keys: values, expiry and bytes of a space. Arguments: name, value, time at which it expires, now, bytes
-that the space may hold; if it matters, the value that must be there, or '' for none. Reply: 1 if it is
-kept."""
+"""Keys: values, expiry and bytes of a space. Arguments: name, value or '' to remove it, time at which it
+expires, now, bytes that the space may hold; if it matters, the value that must be there, or '' for none.
+Reply: 1 if it is kept, or was removed."""
 
 GET = """
 local found = {}
@@ -222,19 +218,6 @@ end
 return found
 """
 """Keys: as `PUT`. Arguments: now, `*` for all, names. Reply: name, value, name, ..."""
-
-TAKE = (
-    _SPACE
-    + """
-drop_expired(ARGV[2])
-local value = redis.call('HGET', KEYS[1], ARGV[1])
-if value then
-    drop(ARGV[1])
-end
-return value
-"""
-)
-"""Keys: as `PUT`. Arguments: name, now. Reply: the value."""
 
 _SOUND = f"""
 local function sound(value, beyond)
@@ -384,9 +367,6 @@ return found
 """
 """Reply: rollouts that were removed from the list by a process that ended before it removed their turns."""
 
-FORGET = "redis.call('SREM', KEYS[1] .. 'removed', ARGV[1])"
-"""Arguments: rollout whose turns are removed."""
-
 FINISH = (
     _SOUND
     + """
@@ -418,6 +398,3 @@ return 1
 )
 """Arguments: rollout, cause, now in microseconds; for each reward turn and value. Reply: 1 if it was put at
 the end of the feed."""
-
-TIME = "return redis.call('TIME')"
-"""Reply: seconds and microseconds of the server's clock."""

@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
-import msgspec
 from redis import exceptions
 from redis.asyncio import BlockingConnectionPool, Connection, Redis, RedisCluster
 from redis.asyncio.cluster import ClusterNode
@@ -14,7 +13,7 @@ from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 
-from tokenproxy.record.store import RecordDamaged, RecordRefused, StoreError, StoreStalled, StoreUnusable
+from tokenproxy.record.store import RecordRefused, StoreError, StoreStalled, StoreUnusable
 from tokenproxy.record.store_time import abandon_if_cancelled
 from tokenproxy.store.redis_urls import RedisUrl
 
@@ -153,9 +152,8 @@ class RedisServers:
             # that no server of a cluster could be asked has a reason
             cause = failure.__cause__ if isinstance(failure, exceptions.RedisClusterException) else None
             error = cause if isinstance(cause, _FAILURES) else failure
-            raise _kind(error)(f"{self.url.name}: {error}: {_advice(error, self.url)}") from error
-        except msgspec.DecodeError as error:
-            raise RecordDamaged(f"{self.url.name} holds what this version cannot read: {error}") from error
+            kind, advice = _explanation(error, self.url)
+            raise kind(f"{self.url.name}: {error}: {advice}") from error
 
     async def _send(self, calls: Sequence[Call], *, cached: bool, replicated: bool = False) -> list[Any]:
         pipeline = self.client.pipeline(transaction=False)
@@ -240,29 +238,25 @@ _OF_DAMAGED_DATA = ("WRONGTYPE", "not an integer", "attempt to ", "bad argument"
 """In errors of scripts about one damaged key, which tell nothing about the server."""
 
 
-def _kind(error: Exception) -> type[StoreError]:
-    if isinstance(error, _CREDENTIALS):
-        return StoreUnusable
-    if isinstance(error, exceptions.TimeoutError | TimeoutError):
-        return StoreStalled
-    if isinstance(error, exceptions.DataError) or any(text in str(error) for text in _OF_DAMAGED_DATA):
-        return RecordRefused
-    return StoreError
-
-
-def _advice(error: Exception, url: RedisUrl) -> str:
+def _explanation(error: Exception, url: RedisUrl) -> tuple[type[StoreError], str]:
+    """The kind of an error, and what to do."""
     if isinstance(error, exceptions.NoPermissionError):
-        return "give its user the commands and keys that docs/redis.md lists"
+        return StoreUnusable, "give its user the commands and keys that docs/redis.md lists"
     if isinstance(error, _CREDENTIALS):
-        return "check the user and the password in its URL"
+        return StoreUnusable, "check the user and the password in its URL"
     if isinstance(error, exceptions.MovedError | exceptions.ClusterCrossSlotError) and url.kind != "cluster":
-        return "it is part of a cluster: its URL begins with redis+cluster://"
+        return StoreError, "it is part of a cluster: its URL begins with redis+cluster://"
     if isinstance(error, exceptions.ClusterDownError | exceptions.ClusterError | exceptions.TryAgainError):
-        return "is a server of the cluster down, or is a slot being moved?"
+        return StoreError, "is a server of the cluster down, or is a slot being moved?"
     if isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | OSError):
-        return "is the server running, and can it be reached from here?"
+        stalled = isinstance(error, exceptions.TimeoutError | TimeoutError)
+        return (
+            StoreStalled if stalled else StoreError,
+            "is the server running, and can it be reached from here?",
+        )
     if isinstance(error, exceptions.OutOfMemoryError):
-        return "give the server more memory (maxmemory), or the store a lower limit"
+        return StoreError, "give the server more memory (maxmemory), or the store a lower limit"
     if isinstance(error, exceptions.RedisClusterException):
-        return "is it a cluster (cluster-enabled yes), and are all its slots assigned?"
-    return "is it Redis or Valkey, 6.2 or newer?"
+        return StoreError, "is it a cluster (cluster-enabled yes), and are all its slots assigned?"
+    refused = isinstance(error, exceptions.DataError) or any(text in str(error) for text in _OF_DAMAGED_DATA)
+    return RecordRefused if refused else StoreError, "is it Redis or Valkey, 6.2 or newer?"

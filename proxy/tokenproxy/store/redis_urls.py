@@ -15,6 +15,9 @@ from urllib.parse import unquote, urlsplit
 
 from redis.asyncio.connection import parse_url
 
+Kind = Literal["server", "cluster", "sentinel"]
+_KINDS: dict[str, Kind] = {"": "server", "cluster": "cluster", "sentinel": "sentinel"}
+"""By what follows the scheme after `+`."""
 _PORTS = {"server": 6379, "cluster": 6379, "sentinel": 26379}
 _FORMS = {
     "server": "redis://user:password@host:6379/0",
@@ -27,7 +30,7 @@ _FORMS = {
 class RedisUrl:
     """A URL, read."""
 
-    kind: Literal["server", "cluster", "sentinel"]
+    kind: Kind
     hosts: tuple[tuple[str, int], ...]
     """Servers of the cluster, or sentinels; more than one only of these."""
     service: str
@@ -47,11 +50,8 @@ def read_redis_url(url: str) -> RedisUrl:
     Raises:
         ValueError: it cannot be read; the message quotes no password.
     """
-    scheme = url.partition(":")[0]
-    base, _, suffix = scheme.partition("+")
-    kind: Literal["server", "cluster", "sentinel"] = "server"
-    if suffix in ("cluster", "sentinel"):
-        kind = "cluster" if suffix == "cluster" else "sentinel"
+    base, _, suffix = url.partition(":")[0].partition("+")
+    kind = _KINDS[suffix]
     try:
         return _read(url, base, kind)
     except (ValueError, TypeError):
@@ -61,7 +61,7 @@ def read_redis_url(url: str) -> RedisUrl:
         ) from None
 
 
-def _read(url: str, base: str, kind: Literal["server", "cluster", "sentinel"]) -> RedisUrl:
+def _read(url: str, base: str, kind: Kind) -> RedisUrl:
     parts = urlsplit(url)
     credentials, _, places = parts.netloc.rpartition("@")
     hosts = tuple(_host(place, _PORTS[kind]) for place in places.split(","))

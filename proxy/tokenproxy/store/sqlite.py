@@ -1,6 +1,5 @@
 """A store in a file that all processes of one machine share: the default. Or in the memory of one process."""
 
-import asyncio
 import sqlite3
 import time
 from collections.abc import Mapping, Sequence
@@ -8,47 +7,20 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from tokenproxy.record.store import (
-    Before,
-    Cause,
-    Evicted,
-    FeedPage,
-    Found,
-    IndexEntry,
-    Limits,
-    Session,
-    Unreadable,
-)
+from tokenproxy.record.index import Found, IndexedTurn
+from tokenproxy.record.store import Before, Evicted, FeedPage, Limits, Session, Unreadable
 from tokenproxy.record.turn import Turn
-from tokenproxy.store.eviction import AgeClock, evict
+from tokenproxy.record.vocabulary import Cause
+from tokenproxy.store import sqlite_tables as tables
+from tokenproxy.store.eviction import Eviction
 from tokenproxy.store.packed import (
     complete_path,
     fill_prompts,
     missing_holders,
-    pack_entries,
     pack_turns,
     pack_value,
     unpack_turns,
     unpack_values,
-)
-from tokenproxy.store.sqlite_tables import (
-    PATH,
-    PLACED,
-    SESSIONS,
-    TURNS,
-    USED_NOW,
-    Kept,
-    TurnRow,
-    add_turns,
-    find,
-    finish,
-    in_chunks,
-    prepare,
-    put,
-    question_marks,
-    read_sessions,
-    remove,
-    totals,
 )
 from tokenproxy.store.sqlite_threads import Database, MemoryDatabase
 
@@ -67,40 +39,29 @@ class SqliteStore:
         self.limits = limits
         self.unreadable = Unreadable()
         self._database = Database(path) if path else MemoryDatabase(self._prepare)
-        self._clock = AgeClock(limits.max_age_s)
-        self._eviction = asyncio.Lock()
-        """Without it the evictions of many tasks would end up in one transaction."""
+        self._eviction = Eviction(self)
 
     async def open(self) -> None:
         """See `Store.open`."""
-        self._clock.was_set(time.time())
+        self._eviction.clock_was_set(time.time())
         await self._database.open(self._prepare)
 
     async def aclose(self) -> None:
         """See `Store.aclose`."""
         await self._database.aclose()
 
-    async def add(
-        self,
-        session: Session,
-        turns: Sequence[Turn] = (),
-        entries: Sequence[Sequence[IndexEntry]] = (),
-    ) -> Evicted:
+    async def add(self, session: Session, turns: Sequence[IndexedTurn] = ()) -> Evicted:
         """See `Store.add`."""
-        rows = [
-            TurnRow(
-                *(turn.id, turn.parent, turn_entries, pack_entries(turn_entries), packed),
-                turn.completion_tokens,
-            )
-            for turn, turn_entries, packed in zip(turns, entries, await pack_turns(turns), strict=True)
-        ]
-        now, size = time.time(), sum([len(row.packed) for row in rows])
-        held = await self._database.write(lambda connection: add_turns(connection, session, rows, now), size)
-        return await self._evict(session.id) if held > self.limits.max_bytes else Evicted()
+        packed, now = await pack_turns(turns), time.time()
+        rows, size = list(zip(turns, packed, strict=True)), sum(map(len, packed))
+        held = await self._database.write(
+            lambda connection: tables.add_turns(connection, session, rows, now), size
+        )
+        return await self._eviction.run(session.id) if held > self.limits.max_bytes else Evicted()
 
     async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
         """See `Store.find`."""
-        return await self._database.read(lambda connection: find(connection, keys))
+        return await self._database.read(lambda connection: tables.find(connection, keys))
 
     async def claim(self, key: bytes, ids: bytes) -> str | None:
         """See `Store.claim`."""
@@ -119,9 +80,8 @@ class SqliteStore:
 
     async def pin(self, rollout: str, until: float) -> bool:
         """See `Store.pin`."""
-        query = (
-            f"UPDATE sessions SET used = {USED_NOW}, pinned_until = max(pinned_until, :until) WHERE id = :id"
-        )
+        used = f"used = {tables.USED_NOW}"
+        query = f"UPDATE sessions SET {used}, pinned_until = max(pinned_until, :until) WHERE id = :id"
         values = {"now": time.time(), "until": until, "id": rollout}
         return await self._database.write(lambda connection: connection.execute(query, values).rowcount > 0)
 
@@ -129,9 +89,9 @@ class SqliteStore:
         """See `Store.path`."""
 
         def work(connection: sqlite3.Connection) -> list[Turn]:
-            turns = unpack_turns(connection.execute(PATH, (turn,)), self.unreadable)
+            turns = unpack_turns(connection.execute(tables.PATH, (turn,)), self.unreadable)
             for holder in missing_holders(turns.values(), turns):
-                row = connection.execute(f"{TURNS} WHERE id = ?", (holder,))
+                row = connection.execute(f"{tables.TURNS} WHERE id = ?", (holder,))
                 turns |= unpack_turns(row, self.unreadable)
             return complete_path(turn, turns)
 
@@ -139,7 +99,7 @@ class SqliteStore:
 
     async def turns(self, rollout: str) -> list[Turn]:
         """See `Store.turns`."""
-        query = f"{TURNS} WHERE rollout = ? ORDER BY id"
+        query = f"{tables.TURNS} WHERE rollout = ? ORDER BY id"
 
         def work(connection: sqlite3.Connection) -> list[Turn]:
             turns = unpack_turns(connection.execute(query, (rollout,)), self.unreadable)
@@ -166,13 +126,13 @@ class SqliteStore:
 
     async def delete(self, rollout: str) -> bool:
         """See `Store.delete`."""
-        return await self._database.write(lambda connection: remove(connection, rollout, inf, None))
+        return await self.remove(rollout, inf)
 
     async def finish(self, rollout: str, cause: Cause, rewards: Mapping[str, float] | None = None) -> bool:
         """See `Store.finish`."""
         now = time.time()
         return await self._database.write(
-            lambda connection: finish(connection, rollout, cause, rewards or {}, now)
+            lambda connection: tables.finish(connection, rollout, cause, rewards or {}, now)
         )
 
     async def feed(self, after: int, *, limit: int, tenant: str | None = None) -> FeedPage:
@@ -182,27 +142,28 @@ class SqliteStore:
         values: dict[str, Any] = {"tenant": tenant, "after": after}
 
         def work(connection: sqlite3.Connection) -> FeedPage:
-            _, end = totals(connection)
+            _, end = tables.totals(connection)
             if tenant is not None:
-                own_end = f"SELECT max(position) FROM sessions WHERE tenant = :tenant AND {PLACED}"
+                own_end = f"SELECT max(position) FROM sessions WHERE tenant = :tenant AND {tables.PLACED}"
                 end = connection.execute(own_end, values).fetchone()[0] or 0
-            count = f"SELECT count(*) FROM sessions WHERE {where} AND {PLACED}"
+            count = f"SELECT count(*) FROM sessions WHERE {where} AND {tables.PLACED}"
             waiting = connection.execute(count, values).fetchone()[0]
-            query = f"{SESSIONS} WHERE {where} ORDER BY position"
-            sessions = read_sessions(connection, query, values, limit, self.unreadable)
+            query = f"{tables.SESSIONS} WHERE {where} ORDER BY position"
+            sessions = tables.read_sessions(connection, query, values, limit, self.unreadable)
             return FeedPage(end, waiting, sessions)
 
         return await self._database.read(work)
 
     async def put(
-        self, space: str, name: str, value: bytes, *, keep_s: float | None = None, before: Before = ...
+        self, space: str, name: str, value: bytes | None, *, keep_s: float | None = None, before: Before = ...
     ) -> bool:
         """See `Store.put`."""
         now, most = time.time(), self.limits.bytes_of(space)
-        wanted = await pack_value(before) if isinstance(before, bytes) else before
-        row = Kept(space, name, inf if keep_s is None else now + keep_s, await pack_value(value))
+        wanted = before if before is ... else await pack_value(before)
+        packed, expires = await pack_value(value), inf if keep_s is None else now + keep_s
+        row = (space, name, expires, packed)
         return await self._database.write(
-            lambda connection: put(connection, row, now, most, wanted), len(row.value)
+            lambda connection: tables.put(connection, row, now, most, wanted), len(packed)
         )
 
     async def get(
@@ -211,33 +172,24 @@ class SqliteStore:
         """See `Store.get`."""
         columns, now = "CAST(name AS BLOB), CAST(value AS BLOB)", time.time()
         query = f"SELECT {columns} FROM kept WHERE space = ? AND expires > ?"
+        wanted = [()] if names is None else [(name,) for name in names]
+        query += "" if names is None else " AND name = ?"
 
         def work(connection: sqlite3.Connection) -> dict[str, bytes]:
-            found = dict(connection.execute(query, (space, now))) if names is None else {}
-            for chunk in in_chunks(names or ()):
-                one_of = f"{query} AND name IN ({question_marks(chunk)})"
-                found.update(connection.execute(one_of, (space, now, *chunk)))
+            found: dict[bytes, bytes] = {}
+            for name in wanted:
+                found.update(connection.execute(query, (space, now, *name)))
             return unpack_values(found.items(), space, self.unreadable, complete=complete)
 
         return await self._database.read(work)
 
-    async def take(self, space: str, name: str) -> bytes | None:
-        """See `Store.take`."""
-        query = "DELETE FROM kept WHERE space = ? AND name = ? RETURNING CAST(value AS BLOB), expires"
-        row = await self._database.write(
-            lambda connection: connection.execute(query, (space, name)).fetchone()
-        )
-        if row is None or row[1] <= time.time():
-            return None
-        return unpack_values([(name.encode(), row[0])], space, self.unreadable).get(name, b"")
-
     async def evict(self) -> Evicted:
         """See `Store.evict`."""
-        return await self._evict("", await self._clock.oldest(self, time.time()))
+        return await self._eviction.of_old(time.time())
 
     async def held_bytes(self) -> int:
         """See `Evicting.held_bytes`."""
-        return (await self._database.read(totals))[0]
+        return (await self._database.read(tables.totals))[0]
 
     async def oldest(self, after: float, limit: int) -> list[Session]:
         """See `Evicting.oldest`."""
@@ -245,17 +197,15 @@ class SqliteStore:
 
     async def remove(self, rollout: str, now: float) -> bool:
         """See `Evicting.remove`."""
-        return await self._database.write(lambda connection: remove(connection, rollout, now, self.limits))
-
-    async def _evict(self, own: str, too_old: float = 0.0) -> Evicted:
-        async with self._eviction:
-            return await evict(self, own, too_old)
+        return await self._database.write(
+            lambda connection: tables.remove(connection, rollout, now, self.limits.evicted_keys)
+        )
 
     async def _sessions(self, where: str, limit: int, **values: str | float | None) -> list[Session]:
-        query = f"{SESSIONS} WHERE {where}"
+        query = f"{tables.SESSIONS} WHERE {where}"
         return await self._database.read(
-            lambda connection: read_sessions(connection, query, values, limit, self.unreadable)
+            lambda connection: tables.read_sessions(connection, query, values, limit, self.unreadable)
         )
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
-        prepare(connection, self.file)
+        tables.prepare(connection, self.file)

@@ -17,10 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
-
 from tokenproxy.base.folder_lock import locked_folder
-from tokenproxy.record.store import RecordDamaged, RecordRefused, StoreError, StoreStalled, StoreUnusable
+from tokenproxy.record.store import RecordRefused, StoreError, StoreStalled, StoreUnusable
 from tokenproxy.store.packed import text
 
 log = logging.getLogger("tokenproxy")
@@ -42,7 +40,6 @@ _LOG_PAGES = 64 * 2**20 // _PAGE_BYTES
 _SIDE_FILES = ("-wal", "-shm")
 _NO_FOLDER = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)
 """Errors of a path that can never be that of a file."""
-_DAMAGED = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT)
 _LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _REFUSED = (sqlite3.DataError, sqlite3.IntegrityError)
 
@@ -200,9 +197,8 @@ def explained(place: object) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        raise _kind(error)(f"{place}: {error}: {_advice(error)}") from error
-    except msgspec.DecodeError as error:
-        raise RecordDamaged(f"{place} holds what this version cannot read: {error}") from error
+        kind, advice = _explanation(error)
+        raise kind(f"{place}: {error}: {advice}") from error
     except OSError as error:
         kind = StoreUnusable if error.errno in _NO_FOLDER else StoreError
         raise kind(
@@ -253,22 +249,18 @@ def _code(error: sqlite3.Error) -> int:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
-def _kind(error: sqlite3.Error) -> type[StoreError]:
-    if isinstance(error, _REFUSED):
-        return RecordRefused
-    if _code(error) in _LOCKED:
-        return StoreStalled
-    return StoreUnusable if _code(error) in _DAMAGED else StoreError
-
-
-def _advice(error: sqlite3.Error) -> str:
+def _explanation(error: sqlite3.Error) -> tuple[type[StoreError], str]:
+    """The kind of an error, and what to do."""
     code = _code(error)
-    if code in _DAMAGED:
-        return "the file is damaged or no SQLite database; move it away, or name another"
-    if code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH):
-        return "the file and its folder must be writable"
-    if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
-        return "look at the disk's free space and health"
     if code in _LOCKED:
-        return f"another process held the write lock for {BUSY_S:g} s: end that process if it hangs"
-    return "is this the file of another program?"
+        held = f"another process held the write lock for {BUSY_S:g} s"
+        return StoreStalled, f"{held}: end that process if it hangs"
+    if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+        return StoreUnusable, "the file is damaged or no SQLite database; move it away, or name another"
+    if code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH):
+        return StoreError, "the file and its folder must be writable"
+    if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
+        return StoreError, "look at the disk's free space and health"
+    return RecordRefused if isinstance(
+        error, _REFUSED
+    ) else StoreError, "is this the file of another program?"

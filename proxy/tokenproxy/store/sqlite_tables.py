@@ -6,39 +6,34 @@ no write has to add anything up. Everything here runs in a transaction of the ca
 
 import heapq
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
+from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import msgspec
 from msgspec.structs import asdict
 
+from tokenproxy.record.index import FOUND_AT_MOST, Candidate, CandidateGroup, Found, IndexedTurn, IndexEntry
 from tokenproxy.record.store import (
     DAMAGED,
     DESCRIPTION,
-    FOUND_AT_MOST,
     LAST_POSITION,
     LATEST_S,
     MOST_BYTES,
     Before,
-    Candidate,
-    CandidateGroup,
-    Found,
-    IndexEntry,
-    Limits,
     Session,
     StoreUnusable,
     Unreadable,
 )
 from tokenproxy.record.turn import request_time
-from tokenproxy.store.packed import is_damaged, text, unpack_entries
-
-T = TypeVar("T", bytes, str)
+from tokenproxy.store.packed import is_damaged, pack_entries, text, unpack_entries
 
 SCHEMA_VERSION = 6
 _APPLICATION_ID = 0x746F6B70
 _EXPIRED_AT_ONCE = 512
+_KEYS_AT_ONCE = 256
 _SCHEMA = f"""
 CREATE TABLE turns (
     id TEXT NOT NULL UNIQUE, rollout TEXT NOT NULL, parent TEXT, state INTEGER NOT NULL,
@@ -126,18 +121,6 @@ ORDER BY turn DESC LIMIT {FOUND_AT_MOST}
 """
 
 
-class TurnRow(NamedTuple):
-    """A turn, ready to be inserted."""
-
-    id: str
-    parent: str | None
-    entries: Sequence[IndexEntry]
-    packed_entries: bytes
-    packed: bytes
-    sampled: int
-    """Number of sampled ids."""
-
-
 def prepare(connection: sqlite3.Connection, path: Path | None) -> None:
     """Make the tables where there are none.
 
@@ -165,47 +148,41 @@ def prepare(connection: sqlite3.Connection, path: Path | None) -> None:
         connection.execute(statement)
 
 
-def add_turns(connection: sqlite3.Connection, session: Session, rows: Sequence[TurnRow], now: float) -> int:
+Row = tuple[IndexedTurn, bytes]
+"""A turn, and the same packed."""
+
+
+def add_turns(connection: sqlite3.Connection, session: Session, rows: Sequence[Row], now: float) -> int:
     """Insert turns of one rollout, or describe it; returns the bytes then held, 0 if nothing changed."""
     insert = "INSERT OR IGNORE INTO turns VALUES (?, ?, ?, 0, ?, ?)"
-    new = [
-        row
-        for row in rows
-        if connection.execute(
-            insert, (row.id, session.id, row.parent, row.packed_entries, row.packed)
-        ).rowcount
-    ]
+    new: list[IndexedTurn] = []
+    size = 0
+    for indexed, data in rows:
+        turn, entries = indexed.turn, pack_entries(indexed.entries)
+        if connection.execute(insert, (turn.id, session.id, turn.parent, entries, data)).rowcount:
+            new.append(indexed)
+            size += len(data) + len(entries)
     if rows and not new:
         return 0
-    size = sum(len(row.packed) + len(row.packed_entries) for row in new)
     values = asdict(session) | {"turns": len(new), "size": size, "now": now}
-    values |= {"described": session.description_bytes, "sampled": sum([row.sampled for row in new])}
-    values["first"] = min([request_time(row.id) for row in new], default=0.0)
+    values |= {
+        "described": session.description_bytes,
+        "sampled": sum([turn.completion_tokens for turn, _ in new]),
+    }
+    values["first"] = min([request_time(turn.id) for turn, _ in new], default=0.0)
     values |= {"ambiguous": session.ambiguous and bool(new), "rewards": msgspec.msgpack.encode({})}
     connection.execute(_ADD_TO_SESSION if rows else _DESCRIBE, values)
-    for row in new:
-        values_of_row = [value for key, ids in row.entries for value in (key, ids, row.id)]
+    for turn, of_turn in new:
+        values_of_row = [value for key, ids in of_turn for value in (key, ids, turn.id)]
         if values_of_row:
             # one statement: the module `sqlite3` releases the interpreter lock in each, and may wait for it
             marks = ", ".join(["(?, ?, ?)"] * (len(values_of_row) // 3))
             connection.execute(f"INSERT OR IGNORE INTO entries VALUES {marks}", values_of_row)
     # after all of them: a parent may follow its child
-    for row in new:
-        if row.parent is not None:
-            connection.execute("UPDATE turns SET state = 2 WHERE id = ?", (row.parent,))
+    for turn, _ in new:
+        if turn.parent is not None:
+            connection.execute("UPDATE turns SET state = 2 WHERE id = ?", (turn.parent,))
     return totals(connection, restore=True)[0]
-
-
-def in_chunks(values: Iterable[T]) -> Iterator[list[T]]:
-    """The distinct values, in lists short enough for the values of one statement."""
-    distinct = list(dict.fromkeys(values))
-    for start in range(0, len(distinct), 256):
-        yield distinct[start : start + 256]
-
-
-def question_marks(values: Sequence[object]) -> str:
-    """As many as there are values, for SQL's `IN (...)`."""
-    return ", ".join("?" * len(values))
 
 
 def _is_below(value: object, end: int) -> bool:
@@ -257,8 +234,10 @@ def _session(row: Sequence[Any]) -> Session:
 def find(connection: sqlite3.Connection, keys: Sequence[bytes]) -> dict[bytes, Found]:
     """See `Store.find`."""
     groups: dict[bytes, dict[bytes, tuple[int, str, int]]] = {}
-    for chunk in in_chunks(keys):
-        marks = question_marks(chunk)
+    distinct = list(dict.fromkeys(keys))
+    for start in range(0, len(distinct), _KEYS_AT_ONCE):
+        chunk = distinct[start : start + _KEYS_AT_ONCE]
+        marks = ", ".join("?" * len(chunk))
         query = f"""
             SELECT key, ids, count(*), max(turn), 0 FROM entries WHERE key IN ({marks}) GROUP BY key, ids
             UNION ALL SELECT key, ids, 0, '', 1 FROM evicted WHERE key IN ({marks})
@@ -279,14 +258,10 @@ def find(connection: sqlite3.Connection, keys: Sequence[bytes]) -> dict[bytes, F
     return found
 
 
-def remove(connection: sqlite3.Connection, rollout: str, pinned_at: float, limits: Limits | None) -> bool:
-    """Remove a rollout with all its turns, unless it is pinned at a time. False if it stays or there is none.
-
-    Args:
-        limits: of what is remembered of evicted turns; None remembers nothing.
-    """
+def remove(connection: sqlite3.Connection, rollout: str, now: float, evicted_keys: int) -> bool:
+    """See `Evicting.remove`. `evicted_keys`: how many are remembered."""
     delete = "DELETE FROM sessions WHERE id = ? AND pinned_until <= ?"
-    if not connection.execute(delete, (rollout, pinned_at)).rowcount:
+    if not connection.execute(delete, (rollout, now)).rowcount:
         return False
     found_by: dict[IndexEntry, None] = {}
     rows = connection.execute("SELECT id, CAST(entries AS BLOB) FROM turns WHERE rollout = ?", (rollout,))
@@ -296,10 +271,10 @@ def remove(connection: sqlite3.Connection, rollout: str, pinned_at: float, limit
         connection.executemany(delete, [(*entry, turn) for entry in entries])
         found_by |= dict.fromkeys(entries)
     connection.execute("DELETE FROM turns WHERE rollout = ?", (rollout,))
-    if limits is not None:
+    if now < inf:
         connection.executemany("INSERT OR REPLACE INTO evicted (key, ids) VALUES (?, ?)", list(found_by))
         forget = "DELETE FROM evicted WHERE seq <= (SELECT max(seq) FROM evicted) - ?"
-        connection.execute(forget, (limits.evicted_keys,))
+        connection.execute(forget, (evicted_keys,))
     return True
 
 
@@ -333,27 +308,25 @@ def finish(
     return True
 
 
-class Kept(NamedTuple):
-    """A value of a space, as a row of its table."""
-
-    space: str
-    name: str
-    expires: float
-    value: bytes
+Kept = tuple[str, str, float, bytes]
+"""The space of a value, its name, when it expires, and the packed value; empty to remove the one that is
+there."""
 
 
 def put(connection: sqlite3.Connection, row: Kept, now: float, most: int, before: Before) -> bool:
-    """See `Store.put`. `most`: bytes that the space may hold."""
+    """See `Store.put`. `most`: bytes that the space may hold; `before`: packed, empty for no value."""
     space, name, _, value = row
     expired = "SELECT rowid FROM kept WHERE space = ? AND expires <= ? ORDER BY expires LIMIT ?"
     delete = "DELETE FROM kept WHERE rowid IN "
     connection.execute(f"{delete} ({expired})", (space, now, _EXPIRED_AT_ONCE))
     query = "SELECT CAST(value AS BLOB) FROM kept WHERE space = ? AND name = ? AND expires > ?"
     held = connection.execute(query, (space, name, now)).fetchone()
-    there = None if held is None or (before is None and is_damaged(held[0])) else held[0]
+    there = b"" if held is None or (before == b"" and is_damaged(held[0])) else held[0]
     if len(value) > most or before not in (..., there):
         return False
     connection.execute("DELETE FROM kept WHERE space = ? AND name = ?", (space, name))
+    if not value:
+        return held is not None
     connection.execute("INSERT INTO kept VALUES (?, ?, ?, ?)", row)
     first = "SELECT rowid FROM kept WHERE space = ? ORDER BY expires, rowid LIMIT 1"
     query = "SELECT bytes FROM kept_bytes WHERE space = ?"

@@ -46,9 +46,6 @@ class _Job(NamedTuple):
     """Until when it waits for the lock."""
 
 
-_Outcome = tuple["asyncio.Future[Any]", Any, Exception | None]
-
-
 class MemoryDatabase:
     """A database in this process, gone when it ends. Calls run at once, in the thread of the event loop."""
 
@@ -177,15 +174,16 @@ class Database:
         """All in one transaction; if that fails, each in its own, so that one cannot spoil the others."""
         try:
             with explained(self._path):
-                results = _run(file, group)
+                outcomes = _run(file, group)
         except Exception as error:  # noqa: BLE001 - the boundary of the thread: the futures get it
-            if len(group) == 1 or isinstance(error.__cause__, sqlite3.OperationalError):
-                _settle([(job.future, None, error) for job in group])
-            else:
+            if len(group) > 1 and not isinstance(error.__cause__, sqlite3.OperationalError):
                 for job in group:
                     self._commit(file, [job])
-        else:
-            _settle([(job.future, result, None) for job, result in zip(group, results, strict=True)])
+                return
+            outcomes = [error] * len(group)
+        # a loop that was closed has no callers left
+        with suppress(RuntimeError):
+            group[0].future.get_loop().call_soon_threadsafe(_settle, group, outcomes)
 
 
 def _run(file: DatabaseFile, group: Sequence[_Job]) -> list[Any]:
@@ -209,22 +207,12 @@ def _copy_log(file: DatabaseFile) -> None:
         connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
 
-def _settle(outcomes: Sequence[_Outcome]) -> None:
-    """Deliver results and errors, each in the event loop that waits for it."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[_Outcome]] = {}
-    for outcome in outcomes:
-        by_loop.setdefault(outcome[0].get_loop(), []).append(outcome)
-    for loop, of_loop in by_loop.items():
-        # a loop that was closed has no callers left
-        with suppress(RuntimeError):
-            loop.call_soon_threadsafe(_resolve, of_loop)
-
-
-def _resolve(outcomes: Sequence[_Outcome]) -> None:
-    for future, result, error in outcomes:
-        if future.done():
+def _settle(group: Sequence[_Job], outcomes: Sequence[Any]) -> None:
+    """Deliver results and errors to the callers. Runs in their event loop."""
+    for job, outcome in zip(group, outcomes, strict=True):
+        if job.future.done():
             continue
-        if error is None:
-            future.set_result(result)
+        if isinstance(outcome, Exception):
+            job.future.set_exception(outcome)
         else:
-            future.set_exception(error)
+            job.future.set_result(outcome)

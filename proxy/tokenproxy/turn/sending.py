@@ -25,7 +25,7 @@ from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.monitoring.spans import Span, Value
 from tokenproxy.record.claims import Claims
 from tokenproxy.record.completion import Completion
-from tokenproxy.record.given import plan_given, plan_prefix
+from tokenproxy.record.given import GivenPrompt
 from tokenproxy.record.images import single_placeholders
 from tokenproxy.record.plan import PromptPlan, ServedModel
 from tokenproxy.record.turn import WeightSpan
@@ -229,14 +229,15 @@ async def plan_turn(request: ChatRequest, services: Services, claims: Claims) ->
         model.capabilities.require_token_in()
     with span("plan", {}) as planning:
         planner, served = services.history.planner, served_model(model, request, services)
+        given = GivenPrompt(planner, request, served)
         if request.given is not None:
-            plan = await plan_given(planner, request, request.given, served, claims)
+            plan = await given.plan(request.given, claims)
         elif request.required_prefix is None:
             plan = await planner.plan(request, served, claims)
         else:
             prefix, fields, headers = request.required_prefix, request.fields, request.headers
             rendered = await render_with_prefix(prefix, fields, headers, model, services)
-            plan = await plan_prefix(planner, request, rendered.prompt, rendered.prefix, served, claims)
+            plan = await given.plan_prefix(rendered.prompt, rendered.prefix, claims)
         describe(planning, request, plan)
     return PlannedTurn(request, services, plan, model)
 

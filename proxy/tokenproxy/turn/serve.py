@@ -61,7 +61,7 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
         except PrefixRefused as refused:
             await attempt.fail(refused.response.status)
             return refused.response
-        recording = Recording(history.recorder, turn.plan, claims, turn.complete)
+        recording = Recording(history, turn.plan, claims, turn.complete)
         response = await services.fleet.send(turn.send, turn.routing())
         if not isinstance(response, BytesResponse):
             stack.push_async_callback(response.aclose)

@@ -29,6 +29,7 @@ from tokenproxy.samples.feed import (
     read_step,
 )
 from tokenproxy.samples.layouts import Layout
+from tokenproxy.samples.samples import Selection
 from tokenproxy.samples.turn_json import stored_json
 from tokenproxy.turn.services import Services
 from tokenproxy.web.auth import check_page
@@ -76,7 +77,7 @@ class FeedSamples(StoreRoute):
         limit, wait_s = query.limit(16, MOST_ROLLOUTS), query.number("wait", "0")
         if not 0 <= wait_s <= LONGEST_WAIT_S:
             raise BadRequest.of("wait", f"must be between 0 and {LONGEST_WAIT_S:g} seconds")
-        selected, layout, shared = _filter(query, tenant), query.layout(), query.shared()
+        selected, layout = _filter(query, tenant), query.layout()
         name = check_name(consumer, "consumer") if consumer else ""
         start = _position(after, "after") if after else None
         if name and not tenant:  # the store remembers it
@@ -88,7 +89,7 @@ class FeedSamples(StoreRoute):
             start = acknowledged if start is None else start
 
         def read(position: int) -> Awaitable[FeedStep]:
-            return read_step(store, position, limit, selected, shared, asyncio.to_thread)
+            return read_step(store, position, limit, selected)
 
         step = await _read_or_wait(read, start or 0, deadline, tenant, services)
         data = await asyncio.to_thread(lambda: [_shown(rollout, layout) for rollout in step.rollouts])
@@ -157,7 +158,8 @@ def _filter(query: Query, tenant: str) -> FeedFilter:
     with refused_as("metadata", "`metadata` must be KEY=VALUE, as metadata=env%3Dmath"):
         metadata = tuple(map(metadata_condition, query.values("metadata")))
     weights = frozenset(query.values("weight_version"))
-    return FeedFilter(tenant, metadata, weights, query.classes(), query.flag("on_policy"))
+    selection = Selection(query.shared(), query.classes(), query.flag("on_policy"))
+    return FeedFilter(tenant, metadata, weights, selection)
 
 
 def _position(cursor: str, param: str) -> int:

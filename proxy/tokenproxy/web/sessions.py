@@ -13,11 +13,12 @@ from tokenproxy.base.http import Request, Response, json_response, query_value
 from tokenproxy.base.types import Fields
 from tokenproxy.record.refusals import read_refusals
 from tokenproxy.record.session_rules import SessionRules
-from tokenproxy.record.store import DESCRIPTION, MAX_DESCRIPTION_BYTES, Cause, Session, session_id
+from tokenproxy.record.store import DESCRIPTION, MAX_DESCRIPTION_BYTES, Session, session_id
 from tokenproxy.record.turn import Turn, new_id, unpack_alternatives, unpack_ids, unpack_logprobs
+from tokenproxy.record.vocabulary import Cause
 from tokenproxy.samples.chains import Link, links_of
 from tokenproxy.samples.classes import agents_of, classes_of
-from tokenproxy.samples.samples import samples_of
+from tokenproxy.samples.samples import Selection, samples_of
 from tokenproxy.samples.turn_json import session_fields, stored_json, traces_of, turn_fields
 from tokenproxy.turn.services import Services
 from tokenproxy.viewer.recording import RecordedSession
@@ -71,7 +72,7 @@ class OneSession(SessionRoute):
         rollout = session_id(request.tenant, name)
         if not await services.store.delete(rollout):
             raise unknown_session(name)
-        services.history.recorder.forget(rollout)
+        services.history.forget(rollout)
         services.fleet.conversations.end(rollout)
         return json_response({"id": name, "object": "session", "deleted": True})
 
@@ -111,17 +112,11 @@ class SessionSamples(SessionRoute):
 
         `{"id", "samples", "refused"}`.
         """
-        shared, layout, session = query.shared(), query.layout(), found.session
-        classes, on_policy = query.classes(), query.flag("on_policy")
+        layout, session = query.layout(), found.session
+        selection = Selection(query.shared(), query.classes(), query.flag("on_policy"))
 
         def export() -> Response:
-            result = samples_of(
-                *(found.turns, found.rewards),
-                session=session,
-                shared=shared,
-                wanted=classes,
-                on_policy=on_policy,
-            )
+            result = samples_of(found.turns, found.rewards, session=session, selection=selection)
             rows = [layout.row(sample) for sample in result.samples]
             return json_response({"id": session.name, "samples": rows, "refused": result.refused})
 

@@ -28,7 +28,7 @@ from tokenproxy.formats.prompt_fields import (
     take_prompt,
 )
 from tokenproxy.record.claims import Claims
-from tokenproxy.record.given import append_messages, place_images
+from tokenproxy.record.given import GivenPrompt
 from tokenproxy.record.vocabulary import Source
 from tokenproxy.turn.required_prefix import PrefixRefused, in_vocabulary, render_with_prefix, take_prefix
 from tokenproxy.turn.sending import plan_turn, served_model
@@ -100,10 +100,10 @@ async def _append(request: ChatRequest, services: Services) -> Response:
     fleet_model = await fleet.served_model()
     tokenizer = fleet_model.require_tokenizer()
     model = served_model(fleet_model, request, services)
-    planner = services.history.planner
+    prompt = GivenPrompt(services.history.planner, request, model)
     if request.images is not None or (request.media and model.images is None):
-        ids, _ = await place_images(planner, request, ids, model)
-    made = await append_messages(planner, request, ids, model, to_complete=False)
+        ids, _ = await prompt.place_images(ids)
+    made = await prompt.append(ids, to_complete=False)
     strings = read(fields, "return_token_strs", bool) or False
 
     def check() -> list[str] | None:

@@ -167,7 +167,7 @@ class OneResponse(StoreRoute):
         """GET: the response as its client got it. DELETE: `{"id", "object", "deleted"}`."""
         name = _name(request)
         if request.method == "DELETE":
-            if await services.store.take(DOCUMENTS, session_id(request.tenant, name)) is None:
+            if not await services.store.put(DOCUMENTS, session_id(request.tenant, name), None):
                 raise _unknown(name)
             return json_response({"id": name, "object": "response", "deleted": True})
         if query_value(request, "stream", "false") == "true":

@@ -5,7 +5,8 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 from tests.support.store_utils import Usage, add, digest_of, entry, make_turn, opened, usage
-from tokenproxy.record.store import Candidate, Limits, Store
+from tokenproxy.record.index import Candidate
+from tokenproxy.record.store import Limits, Store
 
 _PROCESSES = 8
 

@@ -14,6 +14,7 @@ from tests.support.redis_server import RedisServer, run_sentinel
 from tests.support.store_utils import add, digest_of, entry, make_session, make_turn, opened, usage
 from tests.support.utils import wait_until
 from tokenproxy.monitoring.metrics import Metrics
+from tokenproxy.record.index import IndexedTurn
 from tokenproxy.record.store import Limits, Store, StoreError
 from tokenproxy.store.guarded import GuardedStore
 from tokenproxy.store.urls import make_store
@@ -41,7 +42,10 @@ async def test_a_slot_that_moves(tmp_path: Path) -> None:
 async def _check_move(cluster: RedisCluster, store: Store) -> None:
     turns = [make_turn("r")]
     turns.append(make_turn("r", parent=turns[0].id))
-    await store.add(make_session("r"), turns, [[entry("a", "x")], [entry("b", "y")]])
+    await store.add(
+        make_session("r"),
+        [IndexedTurn(turns[0], [entry("a", "x")]), IndexedTurn(turns[1], [entry("b", "y")])],
+    )
     [key] = [key for key in cluster.keys() if key.endswith(b":rollout:r")]  # noqa: SIM118
     slot = key_slot(key)
     first = next(i for i in range(3) if slot < (i + 1) * _SLOTS // 3)
@@ -51,7 +55,7 @@ async def _check_move(cluster: RedisCluster, store: Store) -> None:
     for share in (0.0, 0.4, 1.0):
         await _move(source, target, slot, share)
         for call in (
-            store.add(make_session("r"), [third], [[entry("c", "z")]]),
+            store.add(make_session("r"), [IndexedTurn(third, [entry("c", "z")])]),
             store.session("r"),
             store.evict(),
         ):
@@ -62,7 +66,7 @@ async def _check_move(cluster: RedisCluster, store: Store) -> None:
     assert await store.find([digest_of("a"), digest_of("b")]) == before
     assert await store.path(turns[1].id) == turns
     # a part of it may have been done: it is added again, as by the guard
-    await store.add(make_session("r"), [third], [[entry("c", "z")]])
+    await store.add(make_session("r"), [IndexedTurn(third, [entry("c", "z")])])
     assert (await usage(store)).turns == 3
     # another client begins with what the servers know now
     async with opened(cluster.url) as other:

@@ -10,6 +10,7 @@ import redis
 from tests.support.redis_server import run_redis
 from tests.support.store_utils import add, entry, make_session, make_turn, opened, usage
 from tests.support.utils import wait_until
+from tokenproxy.record.index import IndexedTurn
 from tokenproxy.record.turn import Turn, pack_ids, pack_logprobs
 
 _TURNS_OF_A_ROLLOUT = 6
@@ -56,7 +57,7 @@ async def test_the_documented_bound_holds(tmp_path: Path, count: int, logprobs: 
                 turn = _turn(chance, rollout, count, logprobs, parent)
                 parent = turn.id
                 entries = [entry(f"{turn.id}a", "i"), entry(f"{turn.id}b", "i"), entry(f"{turn.id}c")]
-                await store.add(make_session(rollout, tenant="t" * 16), [turn], [entries])
+                await store.add(make_session(rollout, tenant="t" * 16), [IndexedTurn(turn, entries)])
             counted = (await usage(store)).size - counted_at_start
         wait_until(lambda: client.info("clients")["connected_clients"] == 1)
         used = client.info("memory")["used_memory"] - start

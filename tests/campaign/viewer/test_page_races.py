@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tests.support.trees import child, root
 from tests.support.viewer.browser import Viewer
 from tests.support.viewer.small_session import SMALL, SmallSession
+from tokenproxy.record.index import IndexedTurn
 from tokenproxy.record.store import Session, Store
 from tokenproxy.record.turn import new_id
 
@@ -57,7 +58,7 @@ async def test_a_turn_that_the_session_does_not_have_is_told(viewer: Viewer, rec
     name, page = "missing", viewer.page
     first = root(new_id(), [1], [5], rollout=name, message=b"{}", messages=b"[]")
     second = root(new_id(), [2], [6], rollout=name, message=b"{}", messages=b"[]")
-    await recorded_store.add(Session(id=name, created=1.0, used=1.0), [first], [[]])
+    await recorded_store.add(Session(id=name, created=1.0, used=1.0), [IndexedTurn(first)])
     await viewer.open(f"#/s/{name}/{second.id}/tokens?token=1")
     await page.wait_for_selector(".token.sampled")
     notice = page.get_by_role("alert").filter(has_text=f"no turn {second.id}")
@@ -68,7 +69,7 @@ async def test_a_turn_that_the_session_does_not_have_is_told(viewer: Viewer, rec
     assert "no turn" not in await page.locator(".column").last.inner_text()
     await viewer.open(f"#/s/{name}/{second.id}/tokens?token=1")
     await notice.wait_for()
-    await recorded_store.add(Session(id=name, created=1.0, used=2.0), [second], [[]])
+    await recorded_store.add(Session(id=name, created=1.0, used=2.0), [IndexedTurn(second)])
     await page.wait_for_selector(".token.focused[data-i='1']")
     await notice.wait_for(state="hidden")
     assert await page.locator(f".tree-row.on-path[data-turn='{second.id}']").count() == 1
@@ -80,14 +81,14 @@ async def test_a_reader_of_tokens_keeps_the_place_while_the_path_grows(
     name = "growing-tokens"
     first = root(new_id(), [*range(3, 60)] * 60, [5, 6], rollout=name, message=b"{}", messages=b"[]")
     session = Session(id=name, created=1.0, used=1.0)
-    await recorded_store.add(session, [first], [[]])
+    await recorded_store.add(session, [IndexedTurn(first)])
     await viewer.open(f"#/s/{name}/-/tokens")
     await viewer.page.wait_for_selector(".token")
     await viewer.page.get_by_label("Colours").select_option("mask")
     await viewer.page.get_by_label("Find text").fill("find me")
     top = await viewer.page.evaluate("() => document.querySelector('.tokens').scrollTop = 900")
     second = child(new_id(), first, [7], [8, 9], rollout=name, message=b"{}", messages=b"[]")
-    await recorded_store.add(Session(id=name, created=1.0, used=2.0), [second], [[]])
+    await recorded_store.add(Session(id=name, created=1.0, used=2.0), [IndexedTurn(second)])
     await viewer.page.wait_for_function(
         "() => document.querySelector('.total').textContent.includes('3,425')"
     )

@@ -9,6 +9,7 @@ from tests.support.tiny_model import TinyModel
 from tests.support.trees import child, root
 from tests.support.viewer.browser import DARK, PHONE, PageOptions, Viewer, axe_is_installed
 from tests.support.viewer.small_session import SMALL, SmallSession
+from tokenproxy.record.index import IndexedTurn
 from tokenproxy.record.store import Session, Store
 from tokenproxy.record.turn import WeightSpan, new_id, pack_alternatives
 
@@ -31,7 +32,9 @@ async def test_uncertain_weights_are_not_shown_as_one_version(viewer: Viewer, re
     first = root(new_id(), [1], [74, 75], rollout="updated", weight_versions=known, message=b"{}")
     fields: dict[str, Any] = {"rollout": "updated", "weight_versions": spans, "weights_uncertain": True}
     second = child(new_id(), first, [76], [77, 78], message=b"{}", **fields)
-    await recorded_store.add(Session(id="updated", created=1.0, used=1.0), [first, second], [[], []])
+    await recorded_store.add(
+        Session(id="updated", created=1.0, used=1.0), [IndexedTurn(first), IndexedTurn(second)]
+    )
     await viewer.open("#/s/updated/-/tokens?token=5")
     await viewer.page.wait_for_selector("#token-5")
     await viewer.page.get_by_label("Colours").select_option("weights")
@@ -54,7 +57,7 @@ async def test_alternatives_are_in_the_details(
     found = pack_alternatives([[(b" the", -0.25), (b"\xf0\x9f", -1.5)]])
     turn = root(new_id(), [1, 74], [75], rollout="alternatives", alternatives=found, messages=b"[]")
     session = Session(id="alternatives", created=1.0, used=1.0)
-    await recorded_store.add(session, [turn], [[]])
+    await recorded_store.add(session, [IndexedTurn(turn)])
     await viewer.open("#/s/alternatives/-/tokens?token=2")
     await viewer.page.wait_for_selector(".details caption")
     rows = await viewer.page.locator(".details tr").all_inner_texts()

@@ -5,6 +5,7 @@ from unittest import mock
 
 from tests.support.trees import child, root
 from tests.support.viewer.browser import Viewer
+from tokenproxy.record.index import IndexedTurn
 from tokenproxy.record.store import Session, Store
 from tokenproxy.record.turn import Turn, new_id
 
@@ -14,7 +15,7 @@ _EMPTY: dict[str, Any] = {"message": b"{}", "messages": b"[]"}
 async def _record(store: Store, turn: Turn, used: float) -> None:
     """Record a turn, used at a time."""
     with mock.patch("time.time", lambda: used):
-        await store.add(Session(id=turn.rollout, created=1.0), [turn], [[]])
+        await store.add(Session(id=turn.rollout, created=1.0), [IndexedTurn(turn)])
 
 
 async def _three_sessions(store: Store, prefix: str) -> list[Turn]:

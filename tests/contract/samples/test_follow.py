@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.support.store_utils import opened
+from tests.support.store_utils import bare, opened
 from tests.support.trees import rollout
 from tests.support.utils import wait_until
-from tokenproxy.record.store import Cause, Session
+from tokenproxy.record.store import Session
 from tokenproxy.record.turn import WeightSpan
+from tokenproxy.record.vocabulary import Cause
 from tokenproxy.samples.layouts import LAYOUTS
 
 Capture = pytest.CaptureFixture[str]
@@ -36,7 +37,7 @@ def _finish(url: str, name: str, metadata: bytes = b"{}", version: str = "") -> 
 
     async def write() -> None:
         async with opened(url) as store:
-            await store.add(session, turns, [[] for _ in turns])
+            await store.add(session, bare(turns))
             assert await store.finish(name, Cause.END)
 
     asyncio.run(write())

@@ -12,7 +12,6 @@ from tests.support.utils import until
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.store import (
     DOCUMENTS,
-    Cause,
     Evicted,
     Limits,
     RecordRefused,
@@ -24,6 +23,7 @@ from tokenproxy.record.store import (
 )
 from tokenproxy.record.store_time import store_time
 from tokenproxy.record.turn import Turn
+from tokenproxy.record.vocabulary import Cause
 from tokenproxy.store.guarded import _READS, GuardedStore, GuardLimits
 from tokenproxy.store.sqlite import SqliteStore
 
@@ -52,7 +52,7 @@ class Patient:
             if name in self.errors:
                 raise self.errors[name]
             if name == "add":
-                self.added += [turn.id for turn in args[1]]
+                self.added += [turn.id for turn, _ in args[1]]
             return await getattr(self.store, name)(*args, **kwargs)
 
         return call
@@ -140,7 +140,7 @@ async def test_calls_are_skipped_after_failures_and_tried_in_the_background(
 
 def test_every_call_of_the_store_is_stated_as_a_read_or_a_write() -> None:
     calls = {name for name, value in vars(Store).items() if inspect.iscoroutinefunction(value)}
-    writes = {"add", "claim", "release", "pin", "delete", "finish", "put", "take", "evict"}
+    writes = {"add", "claim", "release", "pin", "delete", "finish", "put", "evict"}
     assert calls == _READS | writes | {"open", "aclose"}
 
 
@@ -236,7 +236,7 @@ async def test_a_document_is_stored_later_and_read_meanwhile(store: GuardedStore
     inner.errors = {"put": StoreError("disk full"), "get": StoreError("disk full")}
     for name in ("kept", "deleted"):
         assert not await store.put(DOCUMENTS, name, b"{}", keep_s=60.0, before=None)
-    assert await store.take(DOCUMENTS, "deleted") == b"{}"
+    assert await store.put(DOCUMENTS, "deleted", None)
     assert await store.get(DOCUMENTS, ["kept"]) == {"kept": b"{}"}
     with pytest.raises(StoreError):
         await store.put("other", "kept", b"{}")

@@ -15,7 +15,8 @@ from tests.support.ports import held_port
 from tests.support.redis_server import run_redis
 from tests.support.store_utils import add, digest_of, entry, make_turn, opened, usage
 from tokenproxy.monitoring.metrics import Metrics
-from tokenproxy.record.store import Cause, Limits, StoreError
+from tokenproxy.record.store import Limits, StoreError
+from tokenproxy.record.vocabulary import Cause
 from tokenproxy.store import redis_scripts
 from tokenproxy.store.guarded import GuardedStore
 from tokenproxy.store.urls import make_store
@@ -70,7 +71,7 @@ async def test_a_user_with_the_documented_rights(tmp_path: Path) -> None:
             assert await store.finish("r", Cause.REWARD, {"": 1.0})
             assert (await store.feed(0, limit=1, tenant="")).waiting == 1
             assert await store.put("x", "d", b"{}") and await store.get("x")
-            assert await store.take("x", "d") == b"{}"
+            assert await store.put("x", "d", None)
             for number in range(30):
                 await add(store, make_turn(f"r{number}", completion=os.urandom(3000)), entry(f"{number}"))
             await store.evict()

@@ -11,7 +11,9 @@ from redis.crc import key_slot
 from tests.support.redis_cluster import run_cluster
 from tests.support.redis_server import run_sentinel
 from tests.support.store_utils import add, digest_of, entry, make_session, make_turn, opened, usage
-from tokenproxy.record.store import Cause, Limits, StoreError, StoreUnusable
+from tokenproxy.record.index import IndexedTurn
+from tokenproxy.record.store import Limits, StoreError, StoreUnusable
+from tokenproxy.record.vocabulary import Cause
 from tokenproxy.store.urls import make_store
 
 
@@ -24,7 +26,10 @@ async def test_a_session_is_in_one_slot_and_leaves_no_names(redis_url: str) -> N
     async with opened(redis_url) as store:
         before = _names(client)
         session, turns = make_session("t/r", tenant="t"), [make_turn("t/r"), make_turn("t/r")]
-        await store.add(session, turns, [[entry("a", "ids"), entry("b")], [entry("b")]])
+        await store.add(
+            session,
+            [IndexedTurn(turns[0], [entry("a", "ids"), entry("b")]), IndexedTurn(turns[1], [entry("b")])],
+        )
         await store.finish("t/r", Cause.REWARD, {"": 1.0})
         await store.pin("t/r", 2e9)
         await store.claim(digest_of("a"), digest_of("ids"))

@@ -20,8 +20,9 @@ from tests.support.store_utils import add, digest_of, entry, make_turn, opened, 
 from tokenproxy.fleet.shared import SharedError
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record import feed
-from tokenproxy.record.store import Cause, Limits, RecordRefused, Store, StoreError
+from tokenproxy.record.store import Limits, RecordRefused, Store, StoreError
 from tokenproxy.record.turn import Turn
+from tokenproxy.record.vocabulary import Cause
 from tokenproxy.samples.feed import FeedFilter, read_step
 from tokenproxy.samples.turn_json import traces_of
 from tokenproxy.store.fleet_words import StoredWords
@@ -166,7 +167,7 @@ async def test_all_but_damaged_records_is_served(shared_url: str, damage: Callab
         assert await store.path(turns["b"].id) == await store.turns("b") == [turns["b"]]
         assert [each.id for each in await store.sessions(limit=2)] == ["a", "b"]
         assert await store.session("c") is None
-    step = await read_step(store, 0, 9, FeedFilter(), "once", asyncio.to_thread)
+    step = await read_step(store, 0, 9, FeedFilter())
     assert [(each.session.id, each.refused[0].reason) for each in step.rollouts] == [
         ("b", "prompt_length_mismatch"),
         ("a", "missing_parent"),

@@ -5,17 +5,18 @@ import time
 
 import pytest
 
-from tests.support.store_utils import add, make_session, make_turn, opened
+from tests.support.store_utils import add, bare, make_session, make_turn, opened
 from tokenproxy.record import feed
 from tokenproxy.record.feed import Consumer
-from tokenproxy.record.store import Cause, Evicted, Limits, Store
+from tokenproxy.record.store import Evicted, Limits, Store
+from tokenproxy.record.vocabulary import Cause
 
 
 async def _add(store: Store, *rollouts: str) -> None:
     """Add a turn to each rollout; the part of its name before a slash is its tenant."""
     for rollout in rollouts:
         tenant = rollout.rpartition("/")[0]
-        await store.add(make_session(rollout, tenant=tenant), [make_turn(rollout)], [[]])
+        await store.add(make_session(rollout, tenant=tenant), bare([make_turn(rollout)]))
 
 
 async def _finish(store: Store, *rollouts: str) -> None:

@@ -6,7 +6,8 @@ import random
 import pytest
 
 from tests.support.store_utils import add, digest_of, entry, make_session, make_turn
-from tokenproxy.record.store import FOUND_AT_MOST, Candidate, CandidateGroup, Found, Store
+from tokenproxy.record.index import FOUND_AT_MOST, Candidate, CandidateGroup, Found, IndexedTurn
+from tokenproxy.record.store import Store
 from tokenproxy.record.turn import Turn
 
 _KEY = digest_of("k")
@@ -26,7 +27,7 @@ async def test_found_by_each_key_newest_first(store: Store) -> None:
     both, other = entry("both"), entry("other", "ids")
     await add(store, second, both)
     # the same entry twice counts once
-    await store.add(make_session("a"), [first, third], [[both, other, other], [both]])
+    await store.add(make_session("a"), [IndexedTurn(first, [both, other, other]), IndexedTurn(third, [both])])
     unknown = [digest_of(str(number)) for number in range(600)]
     assert await store.find([other.key, *unknown, both.key]) == {
         both.key: Found(3, [_group("", third, second, first)]),
@@ -36,7 +37,7 @@ async def test_found_by_each_key_newest_first(store: Store) -> None:
 
 async def test_a_turn_is_open_until_it_is_continued(store: Store) -> None:
     parent, other = make_turn(), make_turn()
-    await store.add(make_session(), [parent, other], [[entry("k", "ids")]] * 2)
+    await store.add(make_session(), [IndexedTurn(turn, [entry("k", "ids")]) for turn in (parent, other)])
     await add(store, make_turn(parent=other.id))
     # nor is one that was claimed and then continued
     assert await _claimed(store) == parent.id
@@ -82,7 +83,7 @@ async def test_groups_of_all_sizes(store: Store, seed: int) -> None:
     turns = [make_turn(str(number % 7), completion=b"") for number in range(len(names))]
     for rollout in range(7):
         entries = [[entry("k", name), entry(name)] for name in names[rollout::7]]
-        await store.add(make_session(str(rollout)), turns[rollout::7], entries)
+        await store.add(make_session(str(rollout)), list(map(IndexedTurn, turns[rollout::7], entries)))
     await store.delete("3")
     members: dict[str, list[Turn]] = {}
     for name, turn in zip(names, turns, strict=True):

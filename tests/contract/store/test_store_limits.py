@@ -6,6 +6,7 @@ import pytest
 import redis
 
 from tests.support.store_utils import Usage, add, digest_of, entry, make_session, make_turn, opened, usage
+from tokenproxy.record.index import IndexedTurn
 from tokenproxy.record.store import Evicted, Limits, Store
 
 _LIMIT = 20_000
@@ -14,9 +15,8 @@ _TARGET = 18_000
 
 async def _add(store: Store, rollout: str, turns: int = 1) -> Evicted:
     """Turns of one rollout; its name gives the key of all of them."""
-    return await store.add(
-        make_session(rollout), [make_turn(rollout) for _ in range(turns)], [[entry(rollout)]] * turns
-    )
+    new = [IndexedTurn(make_turn(rollout), [entry(rollout)]) for _ in range(turns)]
+    return await store.add(make_session(rollout), new)
 
 
 async def _save(store: Store, rollout: str, **fields: object) -> Evicted:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.support.store_utils import Usage, add, entry, make_session, make_turn, usage
+from tests.support.store_utils import Usage, add, bare, entry, make_session, make_turn, usage
 from tokenproxy.record.store import DESCRIPTION, Evicted, Session, Store
 from tokenproxy.record.turn import request_time
 
@@ -42,7 +42,7 @@ async def test_adding_creates_the_session_or_uses_it(store: Store) -> None:
         given = replace(described, turns=77, size=78, sampled_ids=79, first_turn=80.0)
         turn = first if turns == 1 else make_turn(_DESCRIBED.id)
         for _ in range(2):  # a turn that is written again counts once
-            await store.add(given, [turn], [[]])
+            await store.add(given, bare([turn]))
         session = await _session(store, _DESCRIBED.id)
         assert before <= session.used <= time.time()
         counts: dict[str, Any] = {"turns": turns, "sampled_ids": turns * _SAMPLED, "size": session.size}
@@ -58,7 +58,7 @@ async def test_a_saved_session_keeps_the_counts_of_the_store(store: Store) -> No
     saved = replace(_DESCRIBED, size=_DESCRIPTION_SIZE, used=described.used)
     assert described == saved
     turn = make_turn(_DESCRIBED.id)
-    await store.add(replace(_DESCRIBED, ambiguous=True), [turn], [[]])
+    await store.add(replace(_DESCRIBED, ambiguous=True), bare([turn]))
     counted = await _session(store, _DESCRIBED.id)
     counts: dict[str, Any] = {"turns": 1, "sampled_ids": _SAMPLED, "first_turn": request_time(turn.id)}
     assert counted == replace(saved, used=counted.used, size=counted.size, ambiguous=True, **counts)
@@ -129,7 +129,7 @@ async def test_sessions_of_one_tenant(store: Store) -> None:
 async def test_a_session_stays_ambiguous(store: Store) -> None:
     for ambiguous in (True, False):
         session = make_session("b", ambiguous=ambiguous)
-        await store.add(session, [make_turn("b")], [[]])
+        await store.add(session, bare([make_turn("b")]))
     await add(store, make_turn("a"), entry("k", "ids"))
     await store.add(make_session("b"))
     assert await _ambiguous(store) == {"b"}

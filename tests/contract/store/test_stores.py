@@ -6,8 +6,19 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from tests.support.store_utils import Usage, add, digest_of, entry, make_session, make_turn, opened, usage
-from tokenproxy.record.store import DOCUMENTS, Cause, Evicted, Limits, Store
+from tests.support.store_utils import (
+    Usage,
+    add,
+    bare,
+    digest_of,
+    entry,
+    make_session,
+    make_turn,
+    opened,
+    usage,
+)
+from tokenproxy.record.index import IndexedTurn
+from tokenproxy.record.store import DOCUMENTS, Evicted, Limits, Store
 from tokenproxy.record.turn import (
     PromptImage,
     Segment,
@@ -16,6 +27,7 @@ from tokenproxy.record.turn import (
     pack_ids,
     pack_logprobs,
 )
+from tokenproxy.record.vocabulary import Cause
 
 _EVERYTHING = make_turn(
     "tenant/räume",
@@ -61,7 +73,7 @@ _EVERYTHING = make_turn(
 
 async def test_a_turn_comes_back_as_it_was(store: Store) -> None:
     bare = make_turn("tenant/räume")
-    await store.add(make_session("tenant/räume"), [bare, _EVERYTHING], [[], [entry("k")]])
+    await store.add(make_session("tenant/räume"), [IndexedTurn(bare), IndexedTurn(_EVERYTHING, [entry("k")])])
     assert await store.turns("tenant/räume") == [_EVERYTHING, bare]
     assert await store.path(bare.id) == [bare]
 
@@ -92,7 +104,7 @@ async def test_path_begins_with_the_first_turn(store: Store) -> None:
     for _ in range(20):
         turns.append(make_turn(parent=turns[-1].id))
     fork = make_turn(parent=turns[4].id)
-    await store.add(make_session(), [fork, *turns[::-1]], [[]] * 22)
+    await store.add(make_session(), bare([fork, *turns[::-1]]))
     assert await store.path(turns[-1].id) == turns
     assert await store.path(fork.id) == [*turns[:5], fork]
     await add(store, make_turn("other"))
@@ -104,7 +116,7 @@ async def test_no_path_without_all_ancestors_or_in_a_circle(store: Store) -> Non
     first, second = make_turn(), make_turn()
     first, second = replace(first, parent=second.id), replace(second, parent=first.id)
     children = [make_turn(parent=orphan.id), make_turn(parent=shares.id)]
-    await store.add(make_session(), [orphan, shares, *children, first, second], [[]] * 6)
+    await store.add(make_session(), bare([orphan, shares, *children, first, second]))
     for turn in (*children, shares, first):
         assert await store.path(turn.id) == []
 
@@ -120,10 +132,10 @@ async def test_choices_share_the_prompt_of_one(store: Store) -> None:
     first = make_turn(**shared)
     second = make_turn(request=first.request, choice=1, prompt_turn=first.id)
     third = make_turn(parent=second.id, **shared)
-    await store.add(make_session(), [first, second, third], [[]] * 3)
+    await store.add(make_session(), bare([first, second, third]))
     fourth = make_turn(request=third.request, choice=1, parent=second.id, prompt_turn=third.id)
     last = make_turn(parent=fourth.id)
-    await store.add(make_session(), [fourth, last], [[]] * 2)
+    await store.add(make_session(), bare([fourth, last]))
     filled = [replace(turn, **shared) for turn in (second, fourth)]
     assert await store.path(last.id) == [*filled, last]
     assert await store.turns("r") == [first, filled[0], third, filled[1], last]
@@ -136,11 +148,14 @@ async def test_adding_again_changes_nothing(store: Store) -> None:
     await add(store, turn, entry("k"))
     session = await store.session("r")
     changed = replace(turn, model="other")
-    assert await store.add(make_session(), [changed, changed], [[entry("k")], []]) == Evicted()
+    assert (
+        await store.add(make_session(), [IndexedTurn(changed, [entry("k")]), IndexedTurn(changed)])
+        == Evicted()
+    )
     assert await store.turns("r") == [turn]
     assert await store.session("r") == session
     second = make_turn()
-    await store.add(make_session(), [turn, second, second], [[], [], []])  # only what is new of a call
+    await store.add(make_session(), bare([turn, second, second]))  # only what is new of a call
     assert (await store.turns("r"), (await usage(store)).turns) == ([turn, second], 2)
 
 
@@ -180,7 +195,7 @@ async def test_rewards_are_merged(store: Store) -> None:
     assert await store.session("s") == replace(before, rewards={"": 1.0})
 
 
-async def test_values_are_kept_read_and_taken_once(store: Store) -> None:
+async def test_values_are_kept_read_and_removed_once(store: Store) -> None:
     long = os.urandom(50_000) + bytes(50_000)
     values = {"a": b"", "tenant/räume": long, "c": b"z{}", "": b"\x00"}
     for name, value in values.items():
@@ -192,8 +207,8 @@ async def test_values_are_kept_read_and_taken_once(store: Store) -> None:
     assert (
         await store.get("x") == await store.get("x", ["c", "", "never", "a", "tenant/räume", "c"]) == expected
     )
-    taken = await asyncio.gather(*(store.take("x", "a") for _ in range(4)))
-    assert sorted(map(str, taken)) == sorted(["b''", *["None"] * 3])
+    removed = await asyncio.gather(*(store.put("x", "a", None) for _ in range(4)))
+    assert sorted(removed) == [False, False, False, True]
     assert await store.put("x", "a", b"new", before=None)
     assert await store.get("x", ["a"]) == {"a": b"new"} and await store.get("y") == {"a": b"other"}
     assert await store.get("never") == await store.get("x", []) == {}
@@ -207,7 +222,7 @@ async def test_values_expire(store: Store) -> None:
         == (await store.get("x", ["old", "new", "kept"])).keys()
         == {"new", "kept"}
     )
-    assert await store.take("x", "old") is None
+    assert not await store.put("x", "old", None)
     assert await store.put("x", "old", b"2", keep_s=-1.0, before=None)
     assert await store.put("x", "old", b"3", before=None)
     assert await store.evict() == Evicted() and (await store.get("x"))["old"] == b"3"
@@ -224,5 +239,5 @@ async def test_what_expires_first_is_dropped_first(url: str) -> None:
         assert not await store.put(DOCUMENTS, "large", os.urandom(6000))
         assert await store.get(DOCUMENTS) == left
         for name in left:
-            assert await store.take(DOCUMENTS, name) == bytes(1000)
+            assert await store.put(DOCUMENTS, name, None)
         assert await store.put(DOCUMENTS, "large", os.urandom(4900))

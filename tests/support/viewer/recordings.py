@@ -31,9 +31,11 @@ from tests.support.viewer.recorder import (
     system,
 )
 from tests.support.viewer.small_session import READ_FILE, small_session
+from tokenproxy.record.index import IndexedTurn
 from tokenproxy.record.origin import RequestClass
-from tokenproxy.record.store import Cause, Limits, Session, Store
+from tokenproxy.record.store import Limits, Session, Store
 from tokenproxy.record.turn import Turn, WeightSpan
+from tokenproxy.record.vocabulary import Cause
 
 HOSTILE, LONG, DEEP = "hostile", "long", "deep"
 """The names of sessions."""
@@ -156,7 +158,7 @@ async def write(store: Store, recordings: Iterable[Recorded]) -> None:
 
 
 async def _write(store: Store, recorded: Recorded) -> None:
-    await store.add(recorded.session, recorded.turns, [()] * len(recorded.turns))
+    await store.add(recorded.session, [IndexedTurn(turn) for turn in recorded.turns])
     if recorded.rewards:
         await store.finish(recorded.session.id, Cause.REWARD, recorded.rewards)
 

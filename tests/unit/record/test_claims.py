@@ -37,7 +37,7 @@ async def test_what_was_claimed_is_released_if_another_prompt_fails(
         for _ in range(2):  # two rollouts with equal ids
             plan = await history.planner.plan(_request(1, [5, 6]), _MODEL, claims)
             choice = SampledChoice(0, assistant("x"), [7], [-0.5], "stop", prompt_ids=b"[5,6]")
-            await Recording(history.recorder, plan, claims).add(Completion(None, [choice], 1))
+            await Recording(history, plan, claims).add(Completion(None, [choice], 1))
     placed = 0
 
     def fail_at_last(*args: Any) -> Placement:
@@ -61,7 +61,7 @@ async def test_a_claim_is_kept_only_if_a_turn_was_recorded(history: History) -> 
     choice = SampledChoice(0, assistant("a"), [6], [-0.5], "stop")
     async with Claims(history.pins) as claims:
         for _ in range(2):  # two rollouts with equal ids
-            first = Recording(history.recorder, rendered_plan([user("Hi")]), claims)
+            first = Recording(history, rendered_plan([user("Hi")]), claims)
             await first.add(Completion(b"[5]", [choice], 1))
     request = chat_request([user("Hi"), assistant("a"), user("more")])
     for _ in range(2):  # a request that records nothing leaves both to others
@@ -73,7 +73,7 @@ async def test_a_claim_is_kept_only_if_a_turn_was_recorded(history: History) -> 
         assert len(claimed - {None}) == 2
     async with Claims(history.pins) as claims:
         plan = await history.planner.plan(request, _MODEL, claims)
-        await Recording(history.recorder, plan, claims).add(Completion(b"[5]", [choice], 1))
+        await Recording(history, plan, claims).add(Completion(b"[5]", [choice], 1))
     async with Claims(history.pins) as claims:
         then = [await history.planner.plan(request, _MODEL, claims) for _ in range(2)]
     assert {_claimed(each) for each in then} == {None, *claimed} - {_claimed(plan)}
@@ -82,9 +82,9 @@ async def test_a_claim_is_kept_only_if_a_turn_was_recorded(history: History) -> 
 async def test_a_deleted_rollout_is_not_recorded_and_the_others_are(history: History) -> None:
     async with Claims(history.pins) as claims:
         plan = await history.planner.plan(_request(2, [5]), _MODEL, claims)
-    recording = Recording(history.recorder, plan, claims)
+    recording = Recording(history, plan, claims)
     gone, kept = (prompt.placement.session.id for prompt in plan.prompts)
-    history.recorder.forget(gone)
+    history.forget(gone)
     choices = [SampledChoice(at, {}, [1], [0.0], "stop", prompt_ids=b"[5]") for at in (0, 1)]
     await recording.add(Completion(None, choices, 2))
     assert (await history.store.turns(gone), len(await history.store.turns(kept))) == ([], 1)

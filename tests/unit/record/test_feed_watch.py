@@ -10,7 +10,8 @@ from tests.support.utils import until
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.claims import Tasks
 from tokenproxy.record.feed import FeedWatch
-from tokenproxy.record.store import Cause, FeedPage, Limits, StoreError
+from tokenproxy.record.store import FeedPage, Limits, StoreError
+from tokenproxy.record.vocabulary import Cause
 from tokenproxy.store.sqlite import SqliteStore
 
 

@@ -15,7 +15,7 @@ from tokenproxy.base.images import Image
 from tokenproxy.base.request import GivenIds
 from tokenproxy.record.claims import Claims
 from tokenproxy.record.completion import Completion, SampledChoice
-from tokenproxy.record.given import plan_given
+from tokenproxy.record.given import GivenPrompt
 from tokenproxy.record.history import History
 from tokenproxy.record.plan import PromptPlan, ServedModel
 from tokenproxy.record.recorder import Recording
@@ -40,7 +40,7 @@ async def _plan(history: History, model: ServedModel, prompt: list[int], *images
     given = GivenIds("prompt_ids", ids.dump(prompt), len(prompt))
     fields: dict[str, Any] = {"messages": b"", "given": given, "images": images or None, "token_route": True}
     request = replace(chat_request(session=session_ref("s")), **fields)
-    return await plan_given(history.planner, request, given, model, Claims(history.pins))
+    return await GivenPrompt(history.planner, request, model).plan(given, Claims(history.pins))
 
 
 async def _record(history: History, prompt: list[int], *images: str) -> list[int]:
@@ -48,7 +48,7 @@ async def _record(history: History, prompt: list[int], *images: str) -> list[int
     plan = await _plan(history, _WITH_IMAGES, prompt, *images)
     assert plan.source is Source.GIVEN
     choice = SampledChoice(0, {"role": "assistant", "content": "x"}, [6], [-0.5], "stop")
-    await Recording(history.recorder, plan, Claims(history.pins)).add(Completion(plan.prompt, [choice], 1))
+    await Recording(history, plan, Claims(history.pins)).add(Completion(plan.prompt, [choice], 1))
     return [*json.loads(plan.prompt), 6]
 
 

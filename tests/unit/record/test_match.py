@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.recording import Record, assistant, chat_request, scope_of, session_ref, user
-from tokenproxy.record.claims import Claims
-from tokenproxy.record.store import FOUND_AT_MOST
+from tokenproxy.record.index import FOUND_AT_MOST
 from tokenproxy.record.vocabulary import Reason
 
 _MORE = user("more")
@@ -71,32 +70,6 @@ async def test_each_of_a_group_with_equal_ids_is_continued_once() -> None:
     one_more = await record.match(request)
     assert one_more.turn is not None
     assert (one_more.same_rollout, one_more.candidates) == (False, size)
-
-
-async def test_claim_of_a_request_that_leaves_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
-    record, claiming, go_on = Record(), asyncio.Event(), asyncio.Event()
-    turns = {(await record.add([user("Hi")], assistant("a"), [5], [6])).turn.id for _ in range(2)}
-    request, claim = [user("Hi"), assistant("a"), _MORE], record.store.claim
-
-    async def slow(key: bytes, ids: bytes) -> str | None:
-        claiming.set()
-        await go_on.wait()
-        return await claim(key, ids)
-
-    monkeypatch.setattr(record.store, "claim", slow)
-
-    async def match() -> None:
-        async with Claims(record.pins) as claims:
-            await record.match(request, claims=claims)
-
-    leaves = asyncio.create_task(match())
-    await claiming.wait()
-    leaves.cancel()
-    go_on.set()
-    with pytest.raises(asyncio.CancelledError):
-        await leaves
-    matches = [await record.match(request) for _ in turns]
-    assert {match.turn.id for match in matches if match.turn and match.claimed} == turns
 
 
 async def test_continued_turn_is_claimed_by_no_other_request() -> None:

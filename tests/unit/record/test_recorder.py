@@ -111,9 +111,7 @@ async def test_recording_survives_the_cancellation_of_its_request(
         return await add(*args)
 
     monkeypatch.setattr(history.store, "add", slow)
-    request = asyncio.create_task(
-        Recording(history.recorder, _plan(), Claims(history.pins)).add(_completion())
-    )
+    request = asyncio.create_task(Recording(history, _plan(), Claims(history.pins)).add(_completion()))
     await started.wait()
     request.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -121,7 +119,7 @@ async def test_recording_survives_the_cancellation_of_its_request(
     go_on.set()
     await history.tasks.aclose()
     (turn,) = await history.store.turns("s")
-    assert history.recorder.cache.turn(turn.id) is not None
+    assert history.cache.turn(turn.id) is not None
     labels = {"finish_reason": "stop", "problem": "none"}
     assert history.metrics.registry.get_sample_value("tokenproxy_turns_total", labels) == 1
 
@@ -134,7 +132,7 @@ async def test_error_of_recording_is_counted_and_fails_no_response(
         raise error
 
     monkeypatch.setattr(history.store, "add", fail)
-    recording = Recording(history.recorder, _plan(), Claims(history.pins))
+    recording = Recording(history, _plan(), Claims(history.pins))
     await recording.add(_completion())
     assert "recorded" in caplog.text
     assert history.metrics.registry.get_sample_value("tokenproxy_store_errors_total") == 1

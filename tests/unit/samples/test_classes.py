@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.support.trees import child, random_trees, root
 from tokenproxy.record.turn import Turn
 from tokenproxy.samples.classes import agents_of, classes_of
-from tokenproxy.samples.samples import Samples, samples_of
+from tokenproxy.samples.samples import Samples, Selection, samples_of
 
 _TOOLS = b'[{"type": "function"}]'
 
@@ -114,15 +114,17 @@ def _masks(found: Samples) -> dict[str, list[int]]:
 def test_only_turns_of_these_classes_are_trained(
     wanted: tuple[str, ...], masks: dict[str, list[int]]
 ) -> None:
-    assert _masks(samples_of(_program(), {}, wanted=frozenset(wanted))) == masks
+    assert _masks(samples_of(_program(), {}, selection=Selection(classes=frozenset(wanted)))) == masks
 
 
 def test_a_refused_leaf_leaves_the_wanted_turns_before_it() -> None:
     a = root("a", [1], [2], request_class="main")
     b = child("b", a, [3], [4], request_class="subagent")
     c = child("c", b, [5], [6], request_class="main", problem="usage_mismatch")
-    assert _masks(samples_of([a, b, c], {}, wanted=frozenset({"main"}))) == {"b": [1, 0, 0]}
-    assert _masks(samples_of([b, c], {}, wanted=frozenset({"main"}))) == {}
+    assert _masks(samples_of([a, b, c], {}, selection=Selection(classes=frozenset({"main"})))) == {
+        "b": [1, 0, 0]
+    }
+    assert _masks(samples_of([b, c], {}, selection=Selection(classes=frozenset({"main"})))) == {}
 
 
 @settings(derandomize=True, max_examples=15)
@@ -134,7 +136,7 @@ def test_classes_divide_what_is_trained(drawn: Any, data: st.DataObject) -> None
     turns = [msgspec.structs.replace(turn, request_class=data.draw(names)) for turn in turns]
 
     def trained(*wanted: str) -> list[str]:
-        samples = samples_of(turns, rewards, wanted=frozenset(wanted)).samples
+        samples = samples_of(turns, rewards, selection=Selection(classes=frozenset(wanted))).samples
         return sorted(span.id for sample in samples for span in sample.turns if span.trained)
 
     everything = ("main", "subagent", "unknown")

@@ -11,11 +11,13 @@ import pyarrow.parquet
 import pytest
 
 from tests.support.trees import add_rollouts
-from tokenproxy.record.store import Cause, Limits, Session, Store
+from tokenproxy.record.store import Limits, Session, Store
 from tokenproxy.record.turn import Turn
+from tokenproxy.record.vocabulary import Cause
 from tokenproxy.samples import export as module
 from tokenproxy.samples.export import ExportRefused, JsonLines, Parquet, Report, export, table
 from tokenproxy.samples.layouts import LAYOUTS
+from tokenproxy.samples.samples import Selection
 from tokenproxy.store.sqlite import SqliteStore
 
 
@@ -55,7 +57,7 @@ async def test_all_rollouts_of_a_store() -> None:
         *(("x-b", None), ("x-c", None), ("y-b", 0.5), ("y-c", 0.5))
     }
     assert report == Report(2, 4, 8, 2, Counter({"no_logprobs": 2}))
-    assert (await _exported(store, shared="each"))[1].trained_ids > 8
+    assert (await _exported(store, selection=Selection("each")))[1].trained_ids > 8
     assert "no_logprobs        2  the engine returned no log-prob" in table(report, "-")
 
 

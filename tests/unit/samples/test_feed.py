@@ -1,15 +1,15 @@
 """Reading the feed as samples: steps, filters, and what changes meanwhile."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from tests.support.store_utils import make_session
+from tests.support.store_utils import bare, make_session
 from tests.support.trees import child, root
-from tokenproxy.record.store import Cause, Limits, Store
+from tokenproxy.record.store import Limits, Store
 from tokenproxy.record.turn import Turn, WeightSpan
+from tokenproxy.record.vocabulary import Cause
 from tokenproxy.samples import feed
 from tokenproxy.samples.feed import FeedFilter, FeedStep, metadata_matches, read_step
 from tokenproxy.store.sqlite import SqliteStore
@@ -29,7 +29,7 @@ async def store() -> AsyncIterator[Store]:
 
 
 async def _step(store: Store, after: int = 0, limit: int = 100, **conditions: Any) -> FeedStep:
-    return await read_step(store, after, limit, FeedFilter(**conditions), "once", asyncio.to_thread)
+    return await read_step(store, after, limit, FeedFilter(**conditions))
 
 
 async def _finish(store: Store, name: str, *versions: str, **fields: Any) -> None:
@@ -39,7 +39,7 @@ async def _finish(store: Store, name: str, *versions: str, **fields: Any) -> Non
         own = {"rollout": name, "weight_versions": (WeightSpan(version, 0, 1),) if version else ()}
         parent = {"parent": turns[-1].id} if turns else {}
         turns.append(root(f"{name}{number}", [1], [2], prompt_tokens=1 + 2 * number, **own, **parent))
-    await store.add(make_session(name, **fields), turns, [[] for _ in turns])
+    await store.add(make_session(name, **fields), bare(turns))
     assert await store.finish(name, Cause.END)
 
 
@@ -71,7 +71,7 @@ async def test_only_the_samples_that_fit_are_delivered(store: Store) -> None:
 
     first = root("a", [1], [2], **of("7"))
     turns = [first, child("b", first, [3], [4], **of("7")), child("c", first, [3], [4], **of("7", "8"))]
-    await store.add(make_session("r"), turns, [[], [], []])
+    await store.add(make_session("r"), bare(turns))
     await store.finish("r", Cause.END)
     for versions, leaves in (({"7"}, ["b"]), ({"7", "8"}, ["b", "c"])):
         [rollout] = (await _step(store, weight_versions=frozenset(versions))).rollouts

@@ -10,7 +10,8 @@ import pytest
 
 from tests.support.trees import add_rollouts
 from tests.support.utils import until
-from tokenproxy.record.store import Cause, Limits, Store, StoreError
+from tokenproxy.record.store import Limits, Store, StoreError
+from tokenproxy.record.vocabulary import Cause
 from tokenproxy.samples.feed import FeedFilter
 from tokenproxy.samples.follow import Follower, end_last_line
 from tokenproxy.samples.layouts import LAYOUTS
@@ -36,7 +37,7 @@ async def test_a_store_that_fails_for_a_while(monkeypatch: pytest.MonkeyPatch) -
         return await read(after, limit=limit, **kwargs)
 
     monkeypatch.setattr(store, "feed", fail_at_times)
-    follower = Follower(store, LAYOUTS["plain"], FeedFilter(), "once", 0, poll_s=0.001)
+    follower = Follower(store, LAYOUTS["plain"], FeedFilter(), 0, poll_s=0.001)
     running = asyncio.create_task(follower.run(file, errors.append))
     await until(lambda: reads > 6)
     await _finish(store, "b")

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 
 from tests.support.trees import random_trees
 from tokenproxy.record.turn import Turn, unpack_ids
-from tokenproxy.samples.samples import Sample, samples_of
+from tokenproxy.samples.samples import Sample, Selection, samples_of
 
 Tree = tuple[list[Turn], dict[str, float]]
 every_tree = settings(derandomize=True, max_examples=40)
@@ -51,7 +51,7 @@ def test_ids_mask_and_logprobs_of_a_sample_agree(tree: Tree) -> None:
 @every_tree
 @given(random_trees())
 def test_sound_turns_are_trained_once_or_in_each_sample_that_holds_them(tree: Tree) -> None:
-    once, each = samples_of(*tree), samples_of(*tree, shared="each")
+    once, each = samples_of(*tree), samples_of(*tree, selection=Selection("each"))
     sound = _sound(tree[0])
     assert set(_in_samples(once.samples)) == sound
     assert _in_samples(once.samples, only_trained=True) == Counter(sound)

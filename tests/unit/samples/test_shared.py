@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.trees import child, root
 from tokenproxy.record.turn import Turn
-from tokenproxy.samples.samples import samples_of
+from tokenproxy.samples.samples import Selection, samples_of
 
 
 def _fork(**changes: Any) -> list[Turn]:
@@ -69,7 +69,7 @@ def test_each_shared_turn_is_assigned_among_the_leaves_that_hold_it() -> None:
 
 def test_masks_of_a_fork() -> None:
     turns = _fork(c={"appended": [3, 3]})
-    once, each = samples_of(turns, {}).samples, samples_of(turns, {}, shared="each").samples
+    once, each = samples_of(turns, {}).samples, samples_of(turns, {}, selection=Selection("each")).samples
     assert [(sample.leaf, sample.index) for sample in once] == [("b", 0), ("c", 1), ("d", 2)]
     assert [sample.loss_mask for sample in once] == [[0, 0, 1, 1], [1, 0, 0, 1, 1], [0, 0, 1, 1]]
     assert [sample.loss_mask for sample in each] == [[1, 0, 1, 1], [1, 0, 0, 1, 1], [1, 0, 1, 1]]

@@ -12,7 +12,7 @@ from chat_tokenizer import ChatTokenizer
 from tests.support.tiny_model import TinyModel
 from tests.support.trees import child, root
 from tokenproxy.record.turn import PromptImage, Turn
-from tokenproxy.samples.samples import Sample, samples_of
+from tokenproxy.samples.samples import Sample, Selection, samples_of
 from tokenproxy.samples.tree import path_of
 from tokenproxy.viewer.drift import Basis, drift_lane
 from tokenproxy.viewer.exported import NotAnExport, read_export
@@ -29,7 +29,7 @@ def _export(
     folder: Path, wanted: frozenset[str] = frozenset(), recorded: list[Turn] | None = None, **fields: Any
 ) -> tuple[Path, Sample]:
     """An export of one sample, some of whose fields are others, and the sample."""
-    [sample] = samples_of(recorded or _turns(), {}, wanted=wanted).samples
+    [sample] = samples_of(recorded or _turns(), {}, selection=Selection(classes=wanted)).samples
     file = folder / "samples.jsonl"
     file.write_text(json.dumps(msgspec.to_builtins(sample) | fields) + "\n")
     return file, sample

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.support.store_utils import bare
 from tests.support.trees import child, root
 from tests.support.viewer.recordings import LIMITS
 from tokenproxy.record.store import Session, Store, session_id
@@ -78,7 +79,7 @@ async def test_a_search_in_messages_ends_where_it_read_enough(
 ) -> None:
     for name in "abc":
         turn = root(new_id(), [1], [2], rollout=name, message=b'{"content": "Say FOUND"}')
-        await store.add(Session(id=name, created=1.0), [turn], [[]])
+        await store.add(Session(id=name, created=1.0), bare([turn]))
     assert await _pages(store, "found", messages=True, limit=9) == [["c", "b", "a"]]
     assert await _pages(store, "found", limit=9) == [[]]
     monkeypatch.setattr(session_list, "_READ_BYTES", 1)

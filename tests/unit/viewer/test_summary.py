@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.store_utils import bare
 from tests.support.trees import child, root
 from tests.support.viewer.recordings import LIMITS
 from tokenproxy.record.store import Session
@@ -87,7 +88,7 @@ async def test_a_request_reads_a_limited_number_of_bytes(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(store, "turns", counted)
     for name in "abc":
-        await store.add(Session(id=name, created=1.0), [_turn(new_id(), rollout=name)], [[]])
+        await store.add(Session(id=name, created=1.0), bare([_turn(new_id(), rollout=name)]))
     sessions = await store.sessions(limit=9)
     monkeypatch.setattr(summary, "READ_BYTES", sum(session.size for session in sessions[:2]))
     kept = Summaries()
@@ -95,7 +96,7 @@ async def test_a_request_reads_a_limited_number_of_bytes(monkeypatch: pytest.Mon
     assert (set(found), reading, read) == ({"c", "b"}, True, ["c", "b"])
     found, reading = await kept.read(store, sessions)
     assert (set(found), reading, read) == ({"a", "b", "c"}, False, ["c", "b", "a"])
-    await store.add(Session(id="b", created=1.0), [_turn(new_id(), rollout="b")], [[]])
+    await store.add(Session(id="b", created=1.0), bare([_turn(new_id(), rollout="b")]))
     found, _ = await kept.read(store, await store.sessions(limit=9))
     assert found["b"].turns == 2 and read == ["c", "b", "a", "b"]
 
@@ -106,7 +107,7 @@ async def test_a_rollout_of_more_bytes_than_a_request_reads_keeps_none_waiting(
     store = SqliteStore(None, LIMITS)
     for name, turns in (("small", 1), ("large", 9)):
         added = [_turn(new_id(), rollout=name) for _ in range(turns)]
-        await store.add(Session(id=name, created=1.0), added, [[]] * turns)
+        await store.add(Session(id=name, created=1.0), bare(added))
     sessions = await store.sessions(limit=9)
     monkeypatch.setattr(summary, "READ_BYTES", sessions[1].size)
     found, reading = await Summaries().read(store, sessions)
