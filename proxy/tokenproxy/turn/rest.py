@@ -99,10 +99,15 @@ def begun_anew(fields: Mapping[str, msgspec.Raw]) -> tuple[str, ...]:
     return tuple(name for name in _BEGIN_ANEW if raw_value(fields, name) not in _UNSET)
 
 
-def is_full(fields: Mapping[str, msgspec.Raw], sampled: int) -> bool:
-    """Whether a choice has as many ids as its request allows: only the end of its stream was lost."""
-    limit = _limit(fields)
-    return limit is not None and limit <= sampled
+def is_full(fields: Mapping[str, msgspec.Raw], rest: Rest, context: int | None) -> bool:
+    """Whether a choice has as many ids as its request and the context allow: only its end was lost.
+
+    Args:
+        context: the model's `max_model_len`.
+    """
+    limit, sampled = _limit(fields), len(rest.sampled)
+    at_end = context is not None and context <= ids.check(rest.prompt) + sampled
+    return at_end or (limit is not None and limit <= sampled)
 
 
 def _limit(fields: Mapping[str, msgspec.Raw]) -> int | None:

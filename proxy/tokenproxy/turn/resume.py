@@ -115,10 +115,10 @@ class Resume:
             CannotGoOn: the rest does not fit what the client got.
             ApiError: as `Fleet.send`.
         """
-        sampled = ended
+        sampled, model = ended, self._turn.model.capabilities.model
         for rest in rests:
             count = len(rest.sampled)
-            if is_full(self._turn.request.fields, count):
+            if is_full(self._turn.request.fields, rest, model.max_model_len if model else None):
                 yield end_event(head, rest.choice, "length")
             else:
                 try:

@@ -279,6 +279,20 @@ def test_a_break_after_the_last_id(tiny_model: TinyModel) -> None:
         assert (turn["ids"], turn["finish_reason"], turn.get("problem")) == (list(SPLIT[:5]), "length", None)
 
 
+def test_a_break_at_the_end_of_the_context(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No id fits after the sampled ones, whatever the request allows."""
+    most = len(tiny_model.render([user("Hi")])) + 5
+    monkeypatch.setattr(FakeVllm, "max_model_len", most)
+    for fields in ({}, {"max_tokens": 50}):
+        with _two(tiny_model, Variant.CHAT) as two:
+            two.script(Reply(ids=(*SPLIT[:5], 74), break_at=6), Reply())
+            body = {"messages": [user("Hi")], "stream": True, **fields}
+            answer = two.client.post(CHAT, json=body, headers={"x-session-id": "s"})
+            assert list(data_of(answer.content))[-1]["choices"][0]["finish_reason"] == "length"
+            turn = _turn(two.client, "s")
+            assert (turn["ids"], turn["finish_reason"]) == (list(SPLIT[:5]), "length")
+
+
 @_BOTH
 @pytest.mark.parametrize("how", ["error", "reset", "close"])
 def test_a_break_behind_the_finish(tiny_model: TinyModel, variant: Variant, how: Any) -> None:
