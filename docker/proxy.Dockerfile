@@ -2,6 +2,7 @@
 #
 #     docker build -f docker/proxy.Dockerfile -t tokenproxy .
 #     docker run -p 8100:8100 tokenproxy --upstream http://my-vllm:8000 --host 0.0.0.0 --port 8100
+# Python as Docker builds it: with profile-guided and link-time optimisation, 5 to 10 % less CPU for each request.
 FROM python:3.11-slim
 
 COPY . /opt/tokenproxy
