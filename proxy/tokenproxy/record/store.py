@@ -15,7 +15,7 @@ What every store promises:
 import logging
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import EllipsisType
 from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple, ParamSpec, Protocol, TypeVar
@@ -270,15 +270,18 @@ class Store(Protocol):
         """Finish what was begun and close everything."""
         ...
 
-    async def add(self, session: Session, turns: Sequence[IndexedTurn] = ()) -> Evicted:
+    async def add(
+        self, session: Session, turns: Sequence[IndexedTurn] = (), *, fields: Collection[str] = DESCRIPTION
+    ) -> Evicted:
         """Record turns of one rollout, all or none of them; or, without turns, describe a rollout.
 
         The parents of the turns are no longer open.
 
         Args:
             session: created if the store does not hold one of this id. If it does, turns set only
-                `ambiguous`, and only to true; without turns its tenant, `explicit`, `created` and description
+                `ambiguous`, and only to true; without turns its tenant, `explicit`, `created` and `fields`
                 are replaced. All other fields are the store's own.
+            fields: of its description; the others stay, so that concurrent calls keep each other's.
 
         Returns:
             what was evicted so that the limits hold. The rollout itself is evicted last, and only if it alone

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from time import perf_counter
@@ -26,6 +26,7 @@ from msgspec.structs import replace
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.index import NOTHING, Found, IndexedTurn
 from tokenproxy.record.store import (
+    DESCRIPTION,
     DOCUMENTS,
     Before,
     Evicted,
@@ -160,7 +161,9 @@ class GuardedStore:
         else:
             log.error("the store did not close within %g s", self._guard.close_s)
 
-    async def add(self, session: Session, turns: Sequence[IndexedTurn] = ()) -> Evicted:
+    async def add(
+        self, session: Session, turns: Sequence[IndexedTurn] = (), *, fields: Collection[str] = DESCRIPTION
+    ) -> Evicted:
         """See `Store.add`. Turns that the store does not take in time are recorded later.
 
         Raises:
@@ -169,7 +172,7 @@ class GuardedStore:
         """
         if not turns:
             self._check_complete(session.id)
-            return await self._call("add", self._store.add, session)
+            return await self._call("add", self._store.add, session, fields=fields)
         error = self._error or StoreError("turns before it wait")
         # the order matters within a rollout: a turn waits for those before it
         if not self._backlog.holds(session.id):

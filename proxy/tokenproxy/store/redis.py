@@ -11,7 +11,7 @@ limits. Whether the data survive a restart of a server depends on the server's o
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, islice
 from typing import Any, TypeVar
@@ -94,10 +94,12 @@ class RedisStore:
         """See `Store.aclose`."""
         await self._servers.aclose()
 
-    async def add(self, session: Session, turns: Sequence[IndexedTurn] = ()) -> Evicted:
+    async def add(
+        self, session: Session, turns: Sequence[IndexedTurn] = (), *, fields: Collection[str] = DESCRIPTION
+    ) -> Evicted:
         """See `Store.add`."""
         if not turns:
-            return await self._save(session, ("", "", ""), 0.0)
+            return await self._save(session, ("", "", "", "0.0"), fields)
         members: list[tuple[bytes, bytes]] = []
         args: list[Any] = []
         for (turn, entries), packed in zip(turns, await pack_turns(turns), strict=True):
@@ -108,7 +110,8 @@ class RedisStore:
         calls += self._on_index(scripts.INDEX, members)
         await self._servers.run_each(calls, replicated=True)
         counts = await self._servers.run(scripts.ADD, _rollout_keys(session.id), *args)
-        return await self._save(session, counts, min([request_time(turn.id) for turn, _ in turns]))
+        first_turn = repr(min([request_time(turn.id) for turn, _ in turns]))
+        return await self._save(session, (*counts, first_turn), ())
 
     async def find(self, keys: Sequence[bytes]) -> dict[bytes, Found]:
         """See `Store.find`."""
@@ -248,12 +251,12 @@ class RedisStore:
         await self._remove_turns(rollout, EVICTED_S if now < math.inf else 0)
         return True
 
-    async def _save(self, session: Session, counts: Sequence[Any], first_turn: float) -> Evicted:
+    async def _save(self, session: Session, counts: Sequence[Any], replaced: Collection[str]) -> Evicted:
         """Count turns of a session, or describe it."""
         fields = (session.tenant, int(session.explicit), repr(session.created))
-        described = [part for name in DESCRIPTION for part in (name, getattr(session, name))]
-        counts = (*counts, repr(first_turn), int(session.ambiguous))
-        args = (repr(time.time()), *counts, *fields, *described)
+        commands = [(name, "HSET" if name in replaced else "HSETNX") for name in DESCRIPTION]
+        described = [part for name, set_it in commands for part in (set_it, name, getattr(session, name))]
+        args = (repr(time.time()), *counts, int(session.ambiguous), *fields, *described)
         size = await self._run_list(scripts.SAVE, session.id, *args)
         return await self._eviction.run(session.id) if size > self.limits.max_bytes else Evicted()
 

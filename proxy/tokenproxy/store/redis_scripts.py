@@ -265,9 +265,10 @@ if not before[3] or turns == '' then
         redis.call('ZREM', p .. 'used:' .. before[3], rollout)
     end
     redis.call('HSET', name, 'id', rollout, 'tenant', tenant, 'explicit', explicit, 'created', created)
-    for i = 11, #ARGV, 2 do
-        size = size + #ARGV[i + 1] - redis.call('HSTRLEN', name, ARGV[i])
-        redis.call('HSET', name, ARGV[i], ARGV[i + 1])
+    for i = 11, #ARGV, 3 do
+        size = size - redis.call('HSTRLEN', name, ARGV[i + 1])
+        redis.call(ARGV[i], name, ARGV[i + 1], ARGV[i + 2])
+        size = size + redis.call('HSTRLEN', name, ARGV[i + 1])
     end
     touch(tenant)
 elseif more > 0 then
@@ -289,8 +290,9 @@ return grow(p .. 'totals', 'size', size)
 """
 )
 """Arguments: rollout, now; the reply of `ADD`, or '' three times to describe the session; when its first turn
-was requested; 1 if it is ambiguous; its tenant, explicit, created; name and value of each field of its
-description. Reply: bytes held afterwards. Numbers of a call that was overtaken change nothing."""
+was requested; 1 if it is ambiguous; its tenant, explicit, created; HSET, or HSETNX to keep what
+is there, with name and value of each field of its description. Reply: bytes held afterwards. Numbers of a
+call that was overtaken change nothing."""
 
 PIN = (
     _TOUCH

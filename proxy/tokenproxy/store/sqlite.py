@@ -2,13 +2,13 @@
 
 import sqlite3
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from tokenproxy.record.index import Found, IndexedTurn
-from tokenproxy.record.store import Before, Evicted, FeedPage, Limits, Session, Unreadable
+from tokenproxy.record.store import DESCRIPTION, Before, Evicted, FeedPage, Limits, Session, Unreadable
 from tokenproxy.record.turn import Turn
 from tokenproxy.record.vocabulary import Cause
 from tokenproxy.store import sqlite_tables as tables
@@ -50,12 +50,14 @@ class SqliteStore:
         """See `Store.aclose`."""
         await self._database.aclose()
 
-    async def add(self, session: Session, turns: Sequence[IndexedTurn] = ()) -> Evicted:
+    async def add(
+        self, session: Session, turns: Sequence[IndexedTurn] = (), *, fields: Collection[str] = DESCRIPTION
+    ) -> Evicted:
         """See `Store.add`."""
         packed, now = await pack_turns(turns), time.time()
         rows, size = list(zip(turns, packed, strict=True)), sum(map(len, packed))
         held = await self._database.write(
-            lambda connection: tables.add_turns(connection, session, rows, now), size
+            lambda connection: tables.add_turns(connection, session, rows, now, fields), size
         )
         return await self._eviction.run(session.id) if held > self.limits.max_bytes else Evicted()
 

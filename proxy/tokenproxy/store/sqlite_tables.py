@@ -6,7 +6,7 @@ no write has to add anything up. Everything here runs in a transaction of the ca
 
 import heapq
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from math import inf
 from pathlib import Path
@@ -107,14 +107,10 @@ INSERT INTO sessions VALUES (
     {", ".join(f":{field}" for field in DESCRIPTION)}, :rewards, 0, 0, 0, '', 0
 )
 ON CONFLICT (id) DO UPDATE SET
-    used = excluded.used, turns = turns + :turns, size = size + :size, ambiguous = max(ambiguous, :ambiguous),
-    sampled_ids = sampled_ids + :sampled, first_turn = CASE first_turn WHEN 0 THEN :first ELSE first_turn END
+    used = excluded.used, turns = turns + :turns, ambiguous = max(ambiguous, :ambiguous),
+    sampled_ids = sampled_ids + :sampled, first_turn = CASE first_turn WHEN 0 THEN :first ELSE first_turn END,
+    size = size + :size
 """
-_DESCRIBE = f"""
-{_ADD_TO_SESSION}, tenant = :tenant, explicit = :explicit, created = :created,
-    {", ".join(f"{field} = :{field}" for field in DESCRIPTION)},
-    size = size - {" - ".join(f"length({field})" for field in DESCRIPTION)} + :described
-""".replace("size = size + :size, ", "")
 _CANDIDATES = f"""
 SELECT turn, rollout FROM entries CROSS JOIN turns ON turns.id = turn WHERE key = ? AND ids = ?
 ORDER BY turn DESC LIMIT {FOUND_AT_MOST}
@@ -152,7 +148,9 @@ Row = tuple[IndexedTurn, bytes]
 """A turn, and the same packed."""
 
 
-def add_turns(connection: sqlite3.Connection, session: Session, rows: Sequence[Row], now: float) -> int:
+def add_turns(
+    connection: sqlite3.Connection, session: Session, rows: Sequence[Row], now: float, fields: Collection[str]
+) -> int:
     """Insert turns of one rollout, or describe it; returns the bytes then held, 0 if nothing changed."""
     insert = "INSERT OR IGNORE INTO turns VALUES (?, ?, ?, 0, ?, ?)"
     new: list[IndexedTurn] = []
@@ -171,7 +169,11 @@ def add_turns(connection: sqlite3.Connection, session: Session, rows: Sequence[R
     }
     values["first"] = min([request_time(turn.id) for turn, _ in new], default=0.0)
     values |= {"ambiguous": session.ambiguous and bool(new), "rewards": msgspec.msgpack.encode({})}
-    connection.execute(_ADD_TO_SESSION if rows else _DESCRIBE, values)
+    statement = _ADD_TO_SESSION
+    if not rows:
+        statement += "".join([f" + length(:{field}) - length({field})" for field in fields])
+        statement += "".join([f", {name} = :{name}" for name in ("tenant", "explicit", "created", *fields)])
+    connection.execute(statement, values)
     for turn, of_turn in new:
         values_of_row = [value for key, ids in of_turn for value in (key, ids, turn.id)]
         if values_of_row:

@@ -236,7 +236,7 @@ async def _save(request: Request, services: Services) -> Response:
             f"is too large: {', '.join(DESCRIPTION)} of a session together may take "
             f"{MAX_DESCRIPTION_BYTES} bytes, these take {size}",
         )
-    await store.add(session)
+    await store.add(session, fields=described)
     saved = await store.session(session.id)
     return json_response(_described(saved or session), 201 if before is None else 200)
 

@@ -1,5 +1,6 @@
 """Sessions: how they come about, their order, and which become ambiguous, for every store alike."""
 
+import asyncio
 import math
 import time
 from typing import Any
@@ -68,6 +69,19 @@ async def test_a_saved_session_keeps_the_counts_of_the_store(store: Store) -> No
     last = await _session(store, _DESCRIBED.id)
     assert last == replace(plain, ambiguous=True, size=size, used=last.used, **counts)
     assert await usage(store) == Usage(1, 1, size)
+
+
+async def test_concurrent_descriptions_keep_the_fields_of_each_other(store: Store) -> None:
+    """Each of them read the session before the others wrote: there was none, then that of the first round."""
+    for written in (_DESCRIBED, replace(_DESCRIBED, **dict.fromkeys(DESCRIPTION, b'{"longer":1}'))):
+        before = await store.session(written.id) or make_session(written.id, tenant="tenant")
+        given = [(name, replace(before, **{name: getattr(written, name)})) for name in DESCRIPTION]
+        await asyncio.gather(*(store.add(session, fields=[name]) for name, session in given))
+        saved = await _session(store, written.id)
+        assert [getattr(saved, name) for name in DESCRIPTION] == [
+            getattr(written, name) for name in DESCRIPTION
+        ]
+        assert await usage(store) == Usage(1, 0, written.description_bytes)
 
 
 async def test_pinning_uses_a_session(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

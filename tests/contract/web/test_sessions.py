@@ -1,6 +1,8 @@
 """Sessions: trees of turns, what they want of their requests, rewards and samples."""
 
+import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -10,7 +12,8 @@ from tests.support.fake_vllm import FakeVllm, Reply
 from tests.support.talk import CHAT, Message, Talk, user
 from tests.support.tiny_model import END, SPLIT
 from tests.support.utils import EVERY_SPELLING
-from tokenproxy.record.store import MAX_DESCRIPTION_BYTES
+from tokenproxy.record.store import MAX_DESCRIPTION_BYTES, Session
+from tokenproxy.store.guarded import GuardedStore
 
 Make = Callable[..., Talk]
 _SESSIONS = "/v1/sessions"
@@ -35,6 +38,26 @@ def test_make_describe_and_delete(client: httpx.Client, name: str) -> None:
     for method, path in [("GET", ""), ("DELETE", ""), ("GET", "/samples")]:
         answer = client.request(method, f"{_SESSIONS}/{name}{path}")
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "session_not_found")
+
+
+def test_concurrent_requests_keep_the_fields_of_each_other(
+    client: httpx.Client, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them read the session before one writes."""
+    described = {"limits": {"turns": 3}, "policy": {"top_p": 0.5}, "metadata": {"x": 1}, "defaults": {"n": 2}}
+    have_read, read = asyncio.Barrier(len(described)), GuardedStore.session
+
+    async def read_together(store: GuardedStore, rollout: str) -> Session | None:
+        found = await read(store, rollout)
+        await have_read.wait()
+        return found
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(len(described)) as threads:
+        patch.setattr(GuardedStore, "session", read_together)
+        bodies = [{"id": name, field: value} for field, value in described.items()]
+        made = list(threads.map(lambda body: client.post(_SESSIONS, json=body), bodies))
+    assert [each.status_code for each in made] == [201] * len(described)
+    assert _get(client, name).items() >= described.items()
 
 
 def test_a_session_of_rllm(client: httpx.Client, fake: FakeVllm, name: str) -> None:
