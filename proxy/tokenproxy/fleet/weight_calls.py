@@ -4,7 +4,8 @@
 2. The request of each replica is made: see `admin_requests.py`.
 3. New requests wait if the call starts a pause or an update. Other processes learn of it before the engines.
 4. All replicas get their request at the same moment.
-5. The state follows from the answers: the version, the end of a pause, replicas that leave service.
+5. The state is read again, and changes by the answers: the version, the end of a pause, replicas that leave
+   service.
 """
 
 import asyncio
@@ -87,6 +88,7 @@ class WeightCalls:
             requests = await make_requests(call, request, running.targets, running.version, running.unnamed)
             await running.prepare()
             outcomes = await fan_out(requests, weights.timeout_s)
+            await weights.refresh()
             note = await running.conclude(outcomes)
         finally:
             weights.calls -= 1
@@ -162,7 +164,7 @@ class _Call:
             late = bool(state.paused) and not await self._fleet.watch.settled()
             if state.paused and weights.shared:
                 # other processes note the positions of their streams; new requests still wait here
-                await weights.change(replace(state, paused=""), adopt=False)
+                await weights.change(replace(weights.state, paused=""), adopt=False)
                 await asyncio.sleep(_OTHERS_LEARN_S)
             weights.note_positions(late=late)
 
@@ -184,7 +186,7 @@ class _Call:
             state = replace(state, paused="") if awake and not self._only else state
         elif not self._only:
             state = self._progressed(state, done)
-        if state != weights.state or weights.ahead:
+        if state != weights.state or weights.ahead or weights.ends_pause:
             await weights.change(state)
         for replica in fleet.replicas:
             replica.report_state()

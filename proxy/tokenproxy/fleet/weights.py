@@ -59,6 +59,8 @@ class Weights:
         """Admin calls of this process that run."""
         self.ahead = False
         """Whether this process changes the state, so that what it reads in the store does not count."""
+        self.ends_pause = False
+        """Whether other processes were told that a pause ends, which lasts here until the engines resumed."""
         self.outdated = False
         """Whether the state must be read before a request is sent: no turn ran, so that it was not read."""
         self._fleet = fleet
@@ -104,7 +106,7 @@ class Weights:
 
     async def change(self, state: FleetState, *, adopt: bool = True) -> None:
         """Let other processes learn of a state, and adopt it, unless that follows."""
-        self.ahead = True
+        self.ahead, self.ends_pause = True, not adopt
         if adopt:
             self._adopt(state)
         await self._write(state)
@@ -191,6 +193,8 @@ class Weights:
                 if not self._readable:
                     log.info("the weights that other processes set can be read again")
                 self._readable = True
+                if self.ends_pause:
+                    state = replace(state, paused=old.paused)
                 if self.state is old and not self.ahead and state != old:
                     self._learn(state)
             self._last_read, self.outdated = number, False
@@ -222,7 +226,8 @@ class Weights:
         if new.revision != old.revision and new.version is not None:
             log.info("the weights of the fleet are version %s", new.version)
             for tag in self._tags:
-                tag.named(new.version, paused=bool(old.paused or new.paused))
+                paused = bool(old.paused or new.paused) and not self.ends_pause
+                tag.named(new.version, paused=paused)
             self.ask_again(self._fleet.replicas)
         if old.paused and not new.paused:
             for tag in self._tags:
@@ -259,7 +264,7 @@ class Weights:
             except SharedError as error:
                 log.error("other processes do not learn of the fleet's weights yet: %s", error)
             else:
-                self.ahead = state is not self.state
+                self.ahead = state is not self.state and not self.ends_pause
 
     async def _watch(self) -> None:
         often = self.state.paused and self.shared

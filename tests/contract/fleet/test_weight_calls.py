@@ -357,6 +357,35 @@ async def test_an_idle_process_reads_the_state_before_its_next_request() -> None
         assert (await request)[0] == 200
 
 
+@stepped
+async def test_what_others_set_while_a_call_ends_a_pause_is_kept() -> None:
+    """Also right before the call ends. New requests wait until then."""
+    first, second = engines(2)
+    words = StoredWords(SqliteStore(None, Limits()), "fleet/weights")
+    async with fleet_of(first, second, weight_update_timeout_s=5.0) as fleet:
+        weights, calls = fleet.weights, WeightCalls(fleet, Metrics())
+        weights.words = words
+        await weights.change(FleetState(paused="sleep"))
+        [rule] = [each for each in ADMIN_CALLS if each.path == "/wake_up"]
+        first.describes = lambda path: BytesResponse(200, [], b'{"status": "awake"}')
+        second.hangs = {rule.path}
+        await elapse(0.02)
+        call = asyncio.create_task(calls.run(rule, Request("POST", rule.path, [])))
+        await elapse(1.0)
+        assert (await read_state(words)).paused == ""
+        await write_state(words, FleetState(1, "7"))
+        await elapse(1.0)
+        assert (weights.state.version, weights.state.paused) == ("7", "sleep")
+        await elapse(3.14)
+        assert not call.done()
+        await write_state(words, FleetState(1, "7", aborts=1))
+        assert (await call).status == 424
+        state = await read_state(words)
+        assert (state.version, state.aborts, state.paused, [*state.failures]) == ("7", 1, "", [second.name])
+        assert weights.state == state
+        await calls.stop()
+
+
 async def test_the_state_in_a_store() -> None:
     store = SqliteStore(None, Limits())
     words = StoredWords(store, "fleet/weights")
