@@ -86,8 +86,10 @@ def test_end_of_the_process_does_not_wait_for_a_tokenizer_that_loads(
         await engine.aclose()
 
     monkeypatch.setattr(ChatTokenizer, "load", load)
-    asyncio.run(stop_meanwhile())  # at its end it waits for threads that may not be left alone
-    answers.set()
+    try:
+        asyncio.run(stop_meanwhile())  # at its end it waits for threads that may not be left alone
+    finally:
+        answers.set()  # else a test that fails here would never end
 
 
 def test_what_is_in_a_folder_or_in_the_hubs_cache_needs_no_download(
