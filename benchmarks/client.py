@@ -37,6 +37,7 @@ HEADERS = {
 _READ = 1 << 18
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _LAST_CHUNK = b"\r\n0\r\n\r\n"
+_FRAMING = re.compile(rb"\r\n[0-9a-f]+\r\n", re.IGNORECASE)  # between the chunks of HTTP: parts of events
 
 
 class BadResponse(Exception):
@@ -111,8 +112,8 @@ class Response:
         """
         events = [self.body]
         if self._left is None:
-            lines = [line.strip() for line in self.body.splitlines() if line.startswith(b"data: {")]
-            events = [line.removeprefix(b"data: ") for line in lines]
+            lines = _FRAMING.sub(b"", b"\r\n" + self.body).splitlines()
+            events = [line.removeprefix(b"data: ") for line in lines if line.startswith(b"data: {")]
         for event in events:
             try:
                 yield from msgspec.json.decode(event)["choices"]
