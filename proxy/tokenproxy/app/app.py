@@ -24,8 +24,8 @@ from tokenproxy.fleet.queue import Suspension
 from tokenproxy.fleet.replica import RETRY_S, Replica
 from tokenproxy.fleet.tokenizers import Tokenizers
 from tokenproxy.fleet.weight_calls import WeightCalls
+from tokenproxy.monitoring.exchange import Monitor, Observer
 from tokenproxy.monitoring.metrics import Metrics, measure_lag
-from tokenproxy.monitoring.middleware import Monitor, Observer
 from tokenproxy.monitoring.tracing import make_tracing
 from tokenproxy.record.appending import Auditor
 from tokenproxy.record.encoders import EncoderPool

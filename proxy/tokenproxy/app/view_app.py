@@ -18,8 +18,8 @@ from tokenproxy.base.errors import Unsupported
 from tokenproxy.engine.discovery import Capabilities
 from tokenproxy.fleet.fleet import Fleet
 from tokenproxy.fleet.model import FleetModel
+from tokenproxy.monitoring.exchange import Monitor, Observer
 from tokenproxy.monitoring.metrics import Metrics
-from tokenproxy.monitoring.middleware import Monitor, Observer
 from tokenproxy.record.store import Limits, Session
 from tokenproxy.record.turn import Turn
 from tokenproxy.settings import Settings

@@ -12,7 +12,6 @@ from contextlib import nullcontext
 from typing import Any
 from urllib.parse import unquote
 
-from tokenproxy.base.error_formats import error_event, send_error
 from tokenproxy.base.errors import (
     ApiError,
     BodyTimeout,
@@ -22,13 +21,14 @@ from tokenproxy.base.errors import (
     EngineUnavailable,
     Forbidden,
     Stopping,
+    error_event,
+    send_error,
 )
 from tokenproxy.base.http import BytesResponse, Request, Response, is_event_stream
 from tokenproxy.base.types import Message, Receive, Scope, Send
 from tokenproxy.engine.sse import whole_events
 from tokenproxy.formats.translated import TranslatedStream
-from tokenproxy.monitoring.exchange import Exchange
-from tokenproxy.monitoring.middleware import EXCHANGE_KEY
+from tokenproxy.monitoring.exchange import EXCHANGE_KEY, Exchange
 from tokenproxy.record.store import StoreError
 from tokenproxy.record.store_time import store_time, within
 from tokenproxy.turn.services import RunningRequests, Services

@@ -18,8 +18,7 @@ from urllib.parse import unquote
 
 from starlette.routing import BaseRoute, Match, compile_path
 
-from tokenproxy.base.error_formats import send_error
-from tokenproxy.base.errors import ApiError, BadRequest, HeadTooLarge, NotFound
+from tokenproxy.base.errors import ApiError, BadRequest, HeadTooLarge, NotFound, send_error
 from tokenproxy.base.types import ASGIApp, Headers, Receive, Scope, Send
 from tokenproxy.web.base import Route
 from tokenproxy.web.keys import SCOPES_KEY

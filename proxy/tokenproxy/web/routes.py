@@ -12,7 +12,7 @@ from tokenproxy.fleet.admin_calls import ADMIN_CALLS
 from tokenproxy.formats.chat import ChatFormat, TokensFormat
 from tokenproxy.formats.messages.format import MessagesFormat
 from tokenproxy.formats.prompts import CompletionsFormat, GenerateFormat
-from tokenproxy.monitoring.middleware import Monitor, Observer
+from tokenproxy.monitoring.exchange import Monitor, Observer
 from tokenproxy.turn.services import Services
 from tokenproxy.web import admin, feed, sessions, status, turns, viewer
 from tokenproxy.web.base import Route

@@ -8,8 +8,7 @@ import dataclasses
 
 import msgspec
 
-from tokenproxy.base.error_formats import anthropic_error
-from tokenproxy.base.errors import BadRequest, NotFound
+from tokenproxy.base.errors import BadRequest, NotFound, anthropic_error
 from tokenproxy.base.fields import join, parse, raw, raw_value, read
 from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response, json_response
 from tokenproxy.base.media import media_kind
