@@ -32,11 +32,11 @@ from tokenproxy.monitoring.exchange import EXCHANGE_KEY, Exchange
 from tokenproxy.record.store import StoreError
 from tokenproxy.record.store_time import store_time, within
 from tokenproxy.turn.services import RunningRequests, Services
-from tokenproxy.web.auth import check_page
 from tokenproxy.web.base import Route, StoreRoute
 from tokenproxy.web.credentials import SCOPE_KEY, TenantOf, recorded_tenant, tenant_in_scope
-from tokenproxy.web.gate import check_path, is_loopback, raw_path
+from tokenproxy.web.gate import check_page, is_loopback
 from tokenproxy.web.keys import SCOPES_KEY, KeyScope
+from tokenproxy.web.paths import check_path, raw_path
 
 log = logging.getLogger("tokenproxy")
 
