@@ -93,10 +93,10 @@ class InFlight:
         self._count -= 1
 
     def __enter__(self) -> None:
-        self.inc()
+        self._count += 1
 
     def __exit__(self, *error: object) -> None:
-        self.dec()
+        self._count -= 1
 
     def report(self) -> None:
         """Set the gauge."""
