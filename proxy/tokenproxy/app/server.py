@@ -35,7 +35,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tokenproxy.app.app import create_app
 from tokenproxy.app.start import announce, bind, try_store
-from tokenproxy.app.workers.supervisor import END_S, SIGNALS, run_workers
+from tokenproxy.app.workers import END_S, SIGNALS, run_workers
 from tokenproxy.base.types import ASGIApp
 from tokenproxy.monitoring.logs import configure_logs
 from tokenproxy.monitoring.metrics import Metrics
