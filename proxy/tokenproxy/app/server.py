@@ -56,6 +56,7 @@ before it reads the response would lose the response if the connection were clos
 UNSENT_BYTES = 128 * 1024
 """Bytes that the kernel takes for a client before it has sent those that came before. What a client that does
 not read has in the kernel, megabytes by default, passed through the proxy and is kept for the record."""
+_NOTSENT: int | None = getattr(socket, "TCP_NOTSENT_LOWAT", None)  # Linux and macOS
 
 
 class _Lingering:
@@ -105,7 +106,9 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         lingering: Any = _Lingering(transport, self)
         super().connection_made(lingering)
-        _limit_unsent(transport)
+        connection = transport.get_extra_info("socket")
+        if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6) and _NOTSENT:
+            connection.setsockopt(socket.IPPROTO_TCP, _NOTSENT, UNSENT_BYTES)
         self._start(HEAD_TIMEOUT_S, self._head_is_late)
 
     def data_received(self, data: bytes) -> None:
@@ -180,14 +183,6 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def _limit_unsent(transport: asyncio.BaseTransport) -> None:
-    connection = transport.get_extra_info("socket")
-    if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
-        return
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # Linux and macOS
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
 
 
 def connection_options(settings: Settings) -> dict[str, Any]:
