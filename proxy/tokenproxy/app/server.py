@@ -116,7 +116,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         of_body = self.awaits_body
         super().data_received(data)
-        if self._serves():
+        if self.cycle is not None and not self.cycle.response_complete:
             self._stop()
             self._head_size = 0
             return
@@ -142,7 +142,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """uvicorn's callback after a response."""
         super().on_response_complete()
         self._head_size = 0
-        if self.awaits_body and not self._serves() and not self.transport.is_closing():
+        if self.awaits_body and self.cycle.response_complete and not self.transport.is_closing():
             self._start(LINGER_S, self.transport.abort)
 
     def linger(self) -> None:
@@ -153,10 +153,6 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._stop()
-
-    def _serves(self) -> bool:
-        """Whether a request is being served whose head is complete."""
-        return self.cycle is not None and not self.cycle.response_complete
 
     def _head_is_late(self) -> None:
         if self._head_size:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -49,7 +49,12 @@ class Exchange:
         self, scope: Scope, receive: Receive, send: Send, metrics: Metrics, span: Span = NO_SPAN
     ) -> None:
         """Begin to observe the request of this task, and put its id into its headers."""
-        self.id = request_id(scope["headers"])
+        for name, value in scope["headers"]:
+            if name == HEADER and _HARMLESS.fullmatch(value):
+                self.id = value.decode("ascii")
+                break
+        else:  # a missing or unusable id is replaced
+            self.id = os.urandom(16).hex()
         scope["headers"] = with_request_id(scope["headers"], self.id)
         self.metrics = metrics
         self.span = span
@@ -162,9 +167,8 @@ class Exchange:
         access_log.debug("%s %s %d", method, path, status, extra=extra)
 
 
-def running_exchange() -> Exchange | None:
-    """The exchange of the request that this task serves; None outside of a request."""
-    return _running.get()
+running_exchange: Callable[[], Exchange | None] = _running.get
+"""Returns the exchange of the request that this task serves; None outside of a request."""
 
 
 def span(name: str, attributes: Mapping[str, Value | None]) -> Span:
@@ -240,14 +244,6 @@ def _path(scope: Scope) -> str:
     """The path as the client sent it, percent-encoded; without the query, which may hold a key."""
     raw: bytes = scope.get("raw_path") or scope["path"].encode("unicode_escape")
     return raw.partition(b"?")[0].decode("latin-1")
-
-
-def request_id(headers: Headers) -> str:
-    """The id in `X-Request-ID`; if it is missing or unusable, a new one of 32 hexadecimal digits."""
-    for name, value in headers:
-        if name == HEADER and _HARMLESS.fullmatch(value):
-            return value.decode("ascii")
-    return os.urandom(16).hex()
 
 
 def with_request_id(headers: Headers, identity: str) -> Headers:

@@ -68,6 +68,8 @@ class Endpoint:
         self._label = route.label
         self._path = "" if "{" in route.path else route.path
         """The path of all its requests; empty if their paths differ."""
+        self._needed = {method: route.needed_scope(method, route.path) for method in route.methods}
+        """The scopes for requests of this path, by method."""
         self._services = services
         self._tenant_of = tenant_of
         self._inside_vllm = inside_vllm
@@ -95,7 +97,8 @@ class Endpoint:
         if self._inside_vllm:
             check_path(scope)
         else:
-            needed = self.route.needed_scope(scope["method"], self._path or unquote(path))
+            method = scope["method"]
+            needed = self._needed[method] if self._path else self.route.needed_scope(method, unquote(path))
             if needed is not None and needed not in scope.get(SCOPES_KEY, ()):
                 raise _lacks(scope, needed)
         # Before the body is read: a client without a valid credential must not fill the memory

@@ -17,7 +17,7 @@ from tokenproxy.base.types import ASGIApp, Headers, Receive, Scope, Send
 from tokenproxy.web.base import Route
 from tokenproxy.web.credentials import SCOPE_KEY, key_in, tenant_of_key
 from tokenproxy.web.keys import EVERY_SCOPE, SCOPES_KEY, WITHOUT_ADMIN, ApiKey, KeyFile, KeyScope
-from tokenproxy.web.paths import Paths, check_path, path_of, raw_path
+from tokenproxy.web.paths import Paths, check_path, path_of
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """Paths for health checks and scrapers, which have no key and use the address of a container."""
@@ -70,8 +70,9 @@ class Gate:
         self._domains = tuple(host[1:].lower() for host in allowed_hosts if host.startswith("*."))
         own = [route for route in routes if not route.catches_all]
         self._methods = [(compile_path(route.path)[0], route.methods) for route in own]
-        self._fixed = frozenset(route.path for route in own if "{" not in route.path)
-        self._paths = Paths(self._fixed)
+        fixed = frozenset(route.path for route in own if "{" not in route.path)
+        self._raw_paths = frozenset(path.encode() for path in fixed)
+        self._paths = Paths(fixed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check one request."""
@@ -107,7 +108,7 @@ class Gate:
                 hosts.append(value)
         if size > HEAD_LIMIT_BYTES:
             raise HeadTooLarge(f"the request line and headers are over the limit of {HEAD_LIMIT_BYTES} bytes")
-        if raw_path(scope) not in self._fixed:
+        if scope.get("raw_path") not in self._raw_paths:
             check_path(scope)
             scope = self._paths.of(scope)
         if len(hosts) > 1:
