@@ -29,7 +29,7 @@ from tokenproxy.engine.sse import whole_events
 from tokenproxy.formats.translated import TranslatedStream
 from tokenproxy.monitoring.exchange import EXCHANGE_KEY, Exchange
 from tokenproxy.record.store import StoreError
-from tokenproxy.record.store_time import store_time, within
+from tokenproxy.record.store_time import StoreTime, within
 from tokenproxy.turn.services import RunningRequests, Services
 from tokenproxy.web.base import Route, StoreRoute
 from tokenproxy.web.credentials import SCOPE_KEY, TenantOf, recorded_tenant, tenant_in_scope
@@ -88,7 +88,7 @@ class Endpoint:
             except ApiError as error:
                 await send_error(send, error, scope["path"])
             else:
-                with store_time(self.route.store_seconds or services.settings.store_timeout_s):
+                with StoreTime(self.route.store_seconds or services.settings.store_timeout_s):
                     await self._serve(request, services, send, exchange)
 
     async def _read(self, scope: Scope, receive: Receive, services: Services) -> Request:
@@ -130,7 +130,7 @@ class Endpoint:
         if self._inside_vllm or not isinstance(self.route, StoreRoute):
             return None
         trusted = is_loopback(services.settings.host)
-        with store_time(services.settings.store_timeout_s), suppress(StoreError):
+        with StoreTime(services.settings.store_timeout_s), suppress(StoreError):
             return await recorded_tenant(scope["headers"], services.store, trusted=trusted)
         return None
 

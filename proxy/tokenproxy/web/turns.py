@@ -22,7 +22,7 @@ from tokenproxy.formats.translated import serve_early, translated_error
 from tokenproxy.formats.trl import Prompt, TrlAnswer, batch_answer, parse_batch, turn_of
 from tokenproxy.record.refusals import count_refusal
 from tokenproxy.record.store import DOCUMENTS, StoreError, session_id
-from tokenproxy.record.store_time import store_time
+from tokenproxy.record.store_time import StoreTime
 from tokenproxy.turn.serve import serve_turn
 from tokenproxy.turn.services import Services
 from tokenproxy.web.base import Route, StoreRoute, parsed
@@ -215,7 +215,7 @@ class TrlBatch(Route):
                 if prompt.is_text:
                     prompt = await _tokenise(prompt, request, services)
                 turn = turn_of(prompt, batch, request, session)
-                with store_time(self.store_seconds or services.settings.store_timeout_s):
+                with StoreTime(self.store_seconds or services.settings.store_timeout_s):
                     response = await serve_turn(turn, services, answer)
                 if response.status >= 400:
                     raise _Refused(response)
