@@ -238,6 +238,7 @@ class Monitor:
                 await send_error(exchange.send, ApiError(_UNEXPECTED), scope["path"])
             finally:
                 exchange.end()
+                del scope[EXCHANGE_KEY]  # it holds the scope: without a circle both are freed at once
 
 
 def _path(scope: Scope) -> str:
