@@ -45,6 +45,12 @@ _running: ContextVar["Exchange | None"] = ContextVar("tokenproxy_exchange", defa
 class Exchange:
     """One request and its response. It times the messages between client and application."""
 
+    __slots__ = (
+        "__weakref__", "_body_read", "_receive", "_scope", "_send", "began", "client_left", "complete",
+        "engine_attributes", "first_byte", "id", "metrics", "notes", "noting", "observed", "route", "span",
+        "status", "waited_s",
+    )  # fmt: skip
+
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, metrics: Metrics, span: Span = NO_SPAN
     ) -> None:
