@@ -14,7 +14,7 @@ from tokenproxy.formats.messages.format import MessagesFormat
 from tokenproxy.formats.prompts import CompletionsFormat, GenerateFormat
 from tokenproxy.monitoring.exchange import Monitor, Observer
 from tokenproxy.turn.services import Services
-from tokenproxy.web import admin, feed, sessions, status, turns, viewer
+from tokenproxy.web import admin, feed, sessions, turns, viewer
 from tokenproxy.web.base import Route
 from tokenproxy.web.credentials import TenantOf
 from tokenproxy.web.endpoint import Endpoint
@@ -57,10 +57,10 @@ def all_routes() -> list[Route]:
         admin.Replicas(),
         admin.Drain(),
         admin.Flush(),
-        status.Root(),
-        status.Health(),
-        status.Ready(),
-        status.MetricsPage(),
+        admin.Root(),
+        admin.Health(),
+        admin.Ready(),
+        admin.MetricsPage(),
         *map(admin.EngineAdmin, ADMIN_CALLS),
         turns.TrlBatch("/generate", "prompts"),
         turns.TrlBatch("/chat", "messages"),
