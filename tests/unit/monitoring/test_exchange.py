@@ -18,7 +18,7 @@ async def test_an_exchange_is_freed_without_the_garbage_collector() -> None:
     async def serve() -> None:
         scope: dict[str, Any] = {"type": "http", "path": "/", "headers": []}
 
-        async def send(message: Any) -> None:
+        async def send(message: Any = None) -> Any:
             scope["sent"] = message  # as a server's, which holds the scope
 
         await Monitor(app, Observer(Metrics()))(scope, send, send)
