@@ -13,7 +13,7 @@ from tests.support.serve_process import ServeProcess
 from tests.support.talk import CHAT
 from tests.support.utils import wait_until
 from tokenproxy.app.server import run
-from tokenproxy.app.workers.supervisor import LONGEST_PAUSE_S, restart_pause
+from tokenproxy.app.workers import LONGEST_PAUSE_S, restart_pause
 from tokenproxy.cli.main import main
 from tokenproxy.settings import Settings
 

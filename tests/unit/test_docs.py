@@ -32,8 +32,8 @@ _MONITORING = (_ROOT / "docs" / "monitoring.md").read_text()
 _ACCESS_LOG = {
     next(filter(None, groups))
     for groups in re.findall(
-        r'"(\w+)": (?:client|scope|_path|status|round)|fields\["(\w+)"\] = ',
-        (_ROOT / "proxy" / "tokenproxy" / "monitoring" / "middleware.py").read_text(),
+        r'"(\w+)": (?:client|method|path|status|round)|fields\["(\w+)"\] = ',
+        (_ROOT / "proxy" / "tokenproxy" / "monitoring" / "exchange.py").read_text(),
     )
 }
 _METRICS = {

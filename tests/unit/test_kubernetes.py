@@ -12,8 +12,8 @@ from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.encoders import MAX_BYTES
 from tokenproxy.record.store import Limits
 from tokenproxy.settings import Settings
+from tokenproxy.web.admin import Health, Ready
 from tokenproxy.web.routes import all_routes
-from tokenproxy.web.status import Health, Ready
 
 _ROOT = Path(__file__).parents[2]
 _KUBERNETES = _ROOT / "deploy" / "kubernetes"

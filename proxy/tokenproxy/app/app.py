@@ -1,7 +1,7 @@
 """The proxy in front of stock vLLM servers, and the services that it shares with the plugin: wiring only."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from chat_tokenizer import TokenizerUnavailable
 from chat_tokenizer.files import check_source
 from tokenproxy import __version__
 from tokenproxy.base.http import Request, Response
+from tokenproxy.base.types import ASGIApp
 from tokenproxy.base.urls import url_credentials
 from tokenproxy.engine.http import HttpEngine
 from tokenproxy.engine.monitored import MonitoredEngine
@@ -24,8 +25,8 @@ from tokenproxy.fleet.queue import Suspension
 from tokenproxy.fleet.replica import RETRY_S, Replica
 from tokenproxy.fleet.tokenizers import Tokenizers
 from tokenproxy.fleet.weight_calls import WeightCalls
+from tokenproxy.monitoring.exchange import Monitor, Observer
 from tokenproxy.monitoring.metrics import Metrics, measure_lag
-from tokenproxy.monitoring.middleware import Monitor, Observer
 from tokenproxy.monitoring.tracing import make_tracing
 from tokenproxy.record.appending import Auditor
 from tokenproxy.record.encoders import EncoderPool
@@ -39,11 +40,10 @@ from tokenproxy.store.guarded import GuardedStore
 from tokenproxy.store.urls import make_store
 from tokenproxy.turn.model_aliases import ModelAliases, parse_alias
 from tokenproxy.turn.services import RunningRequests, Services
-from tokenproxy.web.auth import ApiKeys, NoKeys
 from tokenproxy.web.credentials import EngineCredentials, TenantOf, tenant_in_scope
-from tokenproxy.web.gate import Gate, is_loopback
+from tokenproxy.web.gate import ApiKeys, Gate, NoKeys, is_loopback
 from tokenproxy.web.keys import KeyFile, read_keys
-from tokenproxy.web.routes import DirectRoutes, all_routes, mount
+from tokenproxy.web.routes import all_routes, mount
 
 _IDLE_TIMEOUT_S = 600.0
 """How long a stream of an engine may pause: as long as clients wait by default."""
@@ -207,10 +207,7 @@ def create_app(
     app = FastAPI(title="tokenproxy", version=__version__, lifespan=lifespan, redirect_slashes=False)
     tenant_of = _tenant_of(settings, credentials)
     endpoints = mount(app, lambda scope: services, tenant_of, observer, inside_vllm=False)
-    app.add_middleware(DirectRoutes, endpoints=endpoints)  # the innermost: it gets requests that were checked
-    guard(app, settings, key_file)
-    # added last, so that it is the outermost: it also observes the requests that the others refuse
-    app.add_middleware(Monitor, observer=observer)
+    guard(app, settings, endpoints, observer, key_file)
     return app
 
 
@@ -255,23 +252,32 @@ def _replica_maker(
     return make_replica
 
 
-def guard(app: FastAPI, settings: Settings, key_file: KeyFile | None) -> None:
-    """Add the middlewares; the one added last gets a request first."""
-    loopback = not settings.asks_for_keys and is_loopback(settings.host)
+def guard(
+    app: FastAPI,
+    settings: Settings,
+    endpoints: Mapping[tuple[str, str], ASGIApp],
+    observer: Observer,
+    key_file: KeyFile | None = None,
+) -> None:
+    """Add the middlewares; the one added last gets a request first.
+
+    Args:
+        endpoints: as `mount` returned them.
+    """
+    clients: ApiKeys | NoKeys = NoKeys(settings.cors_origins)
     if settings.asks_for_keys:
         keys, admin_keys = (
             [key.get_secret_value() for key in group] for group in (settings.api_key, settings.admin_key)
         )
-        app.add_middleware(
-            ApiKeys,
-            keys=keys,
-            admin_keys=admin_keys,
-            file=key_file,
-            metrics_need_key=settings.metrics_need_key,
-        )
-    else:
-        app.add_middleware(NoKeys, loopback=loopback, cors_origins=settings.cors_origins)
-    app.add_middleware(Gate, routes=all_routes(), allowed_hosts=settings.allowed_hosts, loopback=loopback)
+        clients = ApiKeys(keys, admin_keys, key_file, settings.metrics_need_key)
+    app.add_middleware(
+        Gate,
+        routes=all_routes(),
+        endpoints=endpoints,
+        clients=clients,
+        allowed_hosts=settings.allowed_hosts,
+        loopback=not settings.asks_for_keys and is_loopback(settings.host),
+    )
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -280,6 +286,8 @@ def guard(app: FastAPI, settings: Settings, key_file: KeyFile | None) -> None:
             allow_headers=["*"],
             expose_headers=["*"],
         )
+    # the outermost: it also observes the requests that the others refuse
+    app.add_middleware(Monitor, observer=observer)
 
 
 def _tenant_of(settings: Settings, credentials: EngineCredentials) -> TenantOf:

@@ -35,7 +35,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tokenproxy.app.app import create_app
 from tokenproxy.app.start import announce, bind, try_store
-from tokenproxy.app.workers.supervisor import END_S, SIGNALS, run_workers
+from tokenproxy.app.workers import END_S, SIGNALS, run_workers
 from tokenproxy.base.types import ASGIApp
 from tokenproxy.monitoring.logs import configure_logs
 from tokenproxy.monitoring.metrics import Metrics
@@ -56,6 +56,7 @@ before it reads the response would lose the response if the connection were clos
 UNSENT_BYTES = 128 * 1024
 """Bytes that the kernel takes for a client before it has sent those that came before. What a client that does
 not read has in the kernel, megabytes by default, passed through the proxy and is kept for the record."""
+_NOTSENT: int | None = getattr(socket, "TCP_NOTSENT_LOWAT", None)  # Linux and macOS
 
 
 class _Lingering:
@@ -105,7 +106,9 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         lingering: Any = _Lingering(transport, self)
         super().connection_made(lingering)
-        _limit_unsent(transport)
+        connection = transport.get_extra_info("socket")
+        if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6) and _NOTSENT:
+            connection.setsockopt(socket.IPPROTO_TCP, _NOTSENT, UNSENT_BYTES)
         self._start(HEAD_TIMEOUT_S, self._head_is_late)
 
     def data_received(self, data: bytes) -> None:
@@ -113,7 +116,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         of_body = self.awaits_body
         super().data_received(data)
-        if self._serves():
+        if self.cycle is not None and not self.cycle.response_complete:
             self._stop()
             self._head_size = 0
             return
@@ -139,7 +142,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """uvicorn's callback after a response."""
         super().on_response_complete()
         self._head_size = 0
-        if self.awaits_body and not self._serves() and not self.transport.is_closing():
+        if self.awaits_body and self.cycle.response_complete and not self.transport.is_closing():
             self._start(LINGER_S, self.transport.abort)
 
     def linger(self) -> None:
@@ -150,10 +153,6 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._stop()
-
-    def _serves(self) -> bool:
-        """Whether a request is being served whose head is complete."""
-        return self.cycle is not None and not self.cycle.response_complete
 
     def _head_is_late(self) -> None:
         if self._head_size:
@@ -180,14 +179,6 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def _limit_unsent(transport: asyncio.BaseTransport) -> None:
-    connection = transport.get_extra_info("socket")
-    if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
-        return
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # Linux and macOS
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
 
 
 def connection_options(settings: Settings) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from tokenproxy.base.errors import Unsupported
 from tokenproxy.engine.discovery import Capabilities
 from tokenproxy.fleet.fleet import Fleet
 from tokenproxy.fleet.model import FleetModel
+from tokenproxy.monitoring.exchange import Observer
 from tokenproxy.monitoring.metrics import Metrics
-from tokenproxy.monitoring.middleware import Monitor, Observer
 from tokenproxy.record.store import Limits, Session
 from tokenproxy.record.turn import Turn
 from tokenproxy.settings import Settings
@@ -87,7 +87,8 @@ def create_view_app(settings: Settings, tokenizer: ChatTokenizer | None) -> Fast
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
     others = [route.path for route in all_routes() if not route.path.startswith("/viewer")]
-    mount(app, lambda scope: services, tenant_in_scope, observer, inside_vllm=False, disabled=others)
-    guard(app, settings, None)
-    app.add_middleware(Monitor, observer=observer)
+    endpoints = mount(
+        app, lambda scope: services, tenant_in_scope, observer, inside_vllm=False, disabled=others
+    )
+    guard(app, settings, endpoints, observer)
     return app

@@ -29,9 +29,9 @@ from tokenproxy.engine.versions import check_first, put_first
 from tokenproxy.fleet.fleet import Fleet
 from tokenproxy.fleet.replica import Replica
 from tokenproxy.fleet.tokenizers import Tokenizers
+from tokenproxy.monitoring.exchange import Observer
 from tokenproxy.monitoring.logs import RelayHandler
 from tokenproxy.monitoring.metrics import Metrics
-from tokenproxy.monitoring.middleware import Observer
 from tokenproxy.monitoring.tracing import make_tracing
 from tokenproxy.settings import load_settings
 from tokenproxy.settings.groups import proof_folder

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tokenproxy.base.folder_lock import locked_folder
+from tokenproxy.base.tasks import locked_folder
 from tokenproxy.web.keys import KeyFileError, KeyScope, as_yaml, new_key, parse_keys
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tokenproxy.base.http import Request, Response
 from tokenproxy.monitoring.exchange import Exchange, running_exchange
 from tokenproxy.monitoring.metrics import InFlight, Metrics
-from tokenproxy.monitoring.spans import Span, Value
+from tokenproxy.monitoring.tracing import Span, Value
 
 if TYPE_CHECKING:
     from tokenproxy.engine.http import HttpEngine

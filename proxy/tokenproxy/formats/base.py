@@ -119,10 +119,13 @@ def chat_request(
         fields: the chat completion, with the session's fields applied.
         more: fields of `ChatRequest` that the format sets itself.
     """
-    thinking = _take_thinking_policy(fields)
-    special, rendering, model = _special(fields), Rendering(), None
+    thinking = _take_thinking_policy(fields) if "thinking_policy" in fields else None
+    special = None if _SPECIAL.isdisjoint(fields) else _special(fields)
+    rendering, model = Rendering(), None
     try:
-        rendering, model = _rendering(fields), read(fields, "model", str)
+        if not _RENDERED.isdisjoint(fields):
+            rendering = _rendering(fields)
+        model = read(fields, "model", str)
     except BadRequest:
         special = special or Reason.SPECIAL_REQUEST  # the engine refuses it with its own message
     parsed = {
@@ -172,8 +175,6 @@ def shared_fields(
 
 def _take_thinking_policy(fields: Fields) -> ThinkingPolicy | None:
     """Remove the proxy's own field from a request. Raises BadRequest."""
-    if "thinking_policy" not in fields:
-        return None
     policy = read(fields, "thinking_policy", str)
     del fields["thinking_policy"]
     if policy is not None and policy not in set(ThinkingPolicy):
@@ -183,8 +184,6 @@ def _take_thinking_policy(fields: Fields) -> ThinkingPolicy | None:
 
 def _rendering(fields: Fields) -> Rendering:
     """The fields that change the rendering. Raises BadRequest for a field with a wrong type."""
-    if _RENDERED.isdisjoint(fields):
-        return Rendering()
     kwargs = template_kwargs(fields)
     if (template := read(fields, "chat_template", str)) is not None:
         kwargs["chat_template"] = template
@@ -196,8 +195,6 @@ def _rendering(fields: Fields) -> Rendering:
 
 def _special(fields: Fields) -> Reason | None:
     """The reason in the request's fields why the engine must render it; None if there is none."""
-    if _SPECIAL.isdisjoint(fields):
-        return None
     if raw_value(fields, "chat_template") is not None:
         return Reason.CUSTOM_TEMPLATE
     try:
@@ -214,6 +211,8 @@ def _special(fields: Fields) -> Reason | None:
 
 def number(fields: Fields, name: str) -> float | None:
     """A number in a request; None if the value is not a number, which the engine refuses."""
+    if name not in fields:
+        return None
     try:
         return read(fields, name, float)
     except BadRequest:

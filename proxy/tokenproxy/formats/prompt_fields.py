@@ -9,8 +9,7 @@ from chat_tokenizer import InvalidIds, ids
 from chat_tokenizer.messages import image_url
 from tokenproxy.base.errors import BadRequest
 from tokenproxy.base.fields import parse, raw_value, read
-from tokenproxy.base.media import media_kind
-from tokenproxy.base.request import GivenIds
+from tokenproxy.base.request import GivenIds, media_kind
 from tokenproxy.base.types import Fields
 from tokenproxy.turn.parsing import CUT_FROM_BYTES, MARK
 

@@ -6,7 +6,7 @@ cache. What is in flight is a plain number, which is reported every `LAG_INTERVA
 Inside vLLM with `--api-server-count N` each process writes its own values, and vLLM's page merges them: it
 adds up counters, histograms and the gauges of what is in progress (`livesum`). Each process has its own view
 of a replica's state, so the page shows 1 if any process has that view (`livemax`). The workers of `tokenproxy
-serve --workers N` do the same (`tokenproxy.app.workers.metrics`).
+serve --workers N` do the same (`tokenproxy.app.worker`).
 """
 
 import asyncio
@@ -93,10 +93,10 @@ class InFlight:
         self._count -= 1
 
     def __enter__(self) -> None:
-        self.inc()
+        self._count += 1
 
     def __exit__(self, *error: object) -> None:
-        self.dec()
+        self._count -= 1
 
     def report(self) -> None:
         """Set the gauge."""

@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: the implementation of the spans of `spans.py`.
+"""The spans of a request as the traced code sees them, and their implementation with OpenTelemetry.
 
 Nothing is imported and nothing costs time unless an OTLP endpoint is set in OpenTelemetry's own variables.
 Spans are created here, not by the instrumentation packages for ASGI and HTTP clients: those create a span for
@@ -10,12 +10,12 @@ import importlib
 import logging
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 from tokenproxy import __version__
 from tokenproxy.base.errors import ApiError
 from tokenproxy.base.types import Headers
-from tokenproxy.monitoring.spans import Span, Value
 
 if TYPE_CHECKING:
     from opentelemetry import trace
@@ -26,6 +26,61 @@ log = logging.getLogger("tokenproxy")
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _SERVICE = "tokenproxy"
+
+Value = str | int | float | bool | list[str]
+"""The value of an attribute. None is left out."""
+
+
+class Span:
+    """One step of a request. Leaving its `with` block ends it; an exception marks it as failed.
+
+    This one is used where nothing is traced, and does nothing. It has no state, so one serves all requests.
+    """
+
+    __slots__ = ()
+
+    recording = False
+    """Whether attributes are recorded; if not, skip computing them."""
+
+    @property
+    def trace_id(self) -> str:
+        """32 hexadecimal digits; empty if there is no trace."""
+        return ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def set(self, attributes: Mapping[str, Value | None]) -> None:
+        """Set attributes."""
+
+    def rename(self, name: str) -> None:
+        """Rename the span."""
+
+    def child(self, name: str, attributes: Mapping[str, Value | None], *, client: bool = False) -> "Span":
+        """Start a child span.
+
+        Args:
+            client: whether the step is a request to another service.
+        """
+        return self
+
+    def inject(self, headers: Headers) -> Headers:
+        """The headers with the trace context (`traceparent`) of this span; here that of the client."""
+        return headers
+
+    def fail(self, problem: str) -> None:
+        """Mark the step as failed."""
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the span; for spans without a `with` block."""
+
+
+NO_SPAN = Span()
 
 
 def make_tracing(environment: Mapping[str, str] = os.environ) -> "Tracing | None":
@@ -107,18 +162,21 @@ class Tracing:
 
 
 class _OpenTelemetrySpan(Span):
-    """See `spans.Span`."""
+    """See `Span`."""
 
     __slots__ = ("_span", "_tracer")
+
+    recording = True
+    """Always: the engine gets the trace context even if the sampler dropped the trace."""
 
     def __init__(self, tracer: "trace.Tracer", span: "trace.Span") -> None:
         self._tracer = tracer
         self._span = span
 
-    @property
-    def recording(self) -> bool:
-        """Always True: the engine gets the trace context even if the sampler dropped the trace."""
-        return True
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end(error)
 
     def set(self, attributes: Mapping[str, Value | None]) -> None:
         """See `Span.set`."""

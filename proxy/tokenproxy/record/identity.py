@@ -24,8 +24,7 @@ import msgspec
 from chat_tokenizer import CanonicalMessage, InvalidMessages, canonical
 from chat_tokenizer.canonical import NO_DEFAULTS, ArgumentDefaults, extend, start
 from tokenproxy.base.fields import values_in
-from tokenproxy.base.media import media_kind
-from tokenproxy.base.request import Rendering
+from tokenproxy.base.request import Rendering, media_kind
 from tokenproxy.record.index import IndexEntry
 from tokenproxy.record.turn import Turn
 from tokenproxy.record.vocabulary import Reason

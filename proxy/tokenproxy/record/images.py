@@ -16,7 +16,7 @@ from chat_tokenizer.messages import image_url
 from chat_tokenizer.placeholders import Span, collapse, expand, find
 from tokenproxy.base.errors import BadRequest
 from tokenproxy.base.images import Image, ImageLimits, InvalidImage, check_image, decode_image
-from tokenproxy.base.media import media_kind
+from tokenproxy.base.request import media_kind
 from tokenproxy.record.encoders import EncoderPool
 from tokenproxy.record.turn import PromptImage
 

@@ -1,6 +1,6 @@
 """Limits how long a request waits for the store, over all its calls together.
 
-    with store_time(1.0):       # once for each request
+    with StoreTime(1.0):       # once for each request
         ...
             limit = running_store_time()    # at each call, which may take `limit.left` seconds
             limit.left -= ...               # and subtracts those that it took
@@ -9,8 +9,7 @@ Code outside of such a block is background work, with a limit for each call.
 """
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Coroutine
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -25,33 +24,29 @@ _GRACE_S = 0.01
 """Seconds, longer than one round of the event loop: see `within`."""
 
 
-class StoreTime:
-    """The remaining time of a request."""
+_of_request: ContextVar["StoreTime | None"] = ContextVar("store_time", default=None)
 
-    __slots__ = ("left",)
+
+class StoreTime:
+    """The remaining time of a request. In a `with`, of the block and of the tasks that it creates."""
+
+    __slots__ = ("_before", "left")
 
     def __init__(self, seconds: float) -> None:
         self.left = seconds
 
+    def __enter__(self) -> None:
+        self._before = _of_request.set(self)
 
-_of_request: ContextVar[StoreTime | None] = ContextVar("store_time", default=None)
-
-
-@contextmanager
-def store_time(seconds: float) -> Iterator[None]:
-    """Limit the time that the block waits for the store; tasks that it creates share the limit."""
-    token = _of_request.set(StoreTime(seconds))
-    try:
-        yield
-    finally:
-        _of_request.reset(token)
+    def __exit__(self, *error: object) -> None:
+        _of_request.reset(self._before)
 
 
 def add_store_time(seconds: float) -> None:
     """Give the request of the current block more time, because it needs more calls than others."""
-    store_time = _of_request.get()
-    if store_time is not None:
-        store_time.left += seconds
+    limit = _of_request.get()
+    if limit is not None:
+        limit.left += seconds
 
 
 def running_store_time() -> StoreTime:

@@ -2,7 +2,7 @@
 
 from tokenproxy.fleet.shared import SharedError
 from tokenproxy.record.store import Store, StoreError
-from tokenproxy.record.store_time import REQUEST_S, running_store_time, store_time
+from tokenproxy.record.store_time import REQUEST_S, StoreTime, running_store_time
 
 
 class StoredWords:
@@ -23,7 +23,7 @@ class StoredWords:
         """See `SharedWords.read`."""
         try:
             # it is read again soon, and a request waits no longer for it than for the store
-            with store_time(min(REQUEST_S, running_store_time().left)):
+            with StoreTime(min(REQUEST_S, running_store_time().left)):
                 stored = await self._store.get(self._space, complete=True)
             return {name: word.decode() for name, word in stored.items()}
         except (StoreError, UnicodeDecodeError) as error:
@@ -32,7 +32,7 @@ class StoredWords:
     async def write(self, name: str, word: str | None) -> None:
         """See `SharedWords.write`."""
         try:
-            with store_time(REQUEST_S):
+            with StoreTime(REQUEST_S):
                 await self._store.put(self._space, name, None if word is None else word.encode())
         except StoreError as error:
             raise SharedError(str(error)) from error

@@ -22,7 +22,7 @@ from tokenproxy.fleet.replica import Replica
 from tokenproxy.fleet.weight_tags import WeightTag, unknown
 from tokenproxy.monitoring.exchange import running_exchange, span
 from tokenproxy.monitoring.metrics import Metrics
-from tokenproxy.monitoring.spans import Span, Value
+from tokenproxy.monitoring.tracing import Span, Value
 from tokenproxy.record.claims import Claims
 from tokenproxy.record.completion import Completion
 from tokenproxy.record.given import GivenPrompt

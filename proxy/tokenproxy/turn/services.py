@@ -8,7 +8,6 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenproxy.base.errors import Stopping
 from tokenproxy.fleet.fleet import Fleet
 from tokenproxy.fleet.membership import Membership
 from tokenproxy.fleet.weight_calls import WeightCalls
@@ -26,53 +25,16 @@ class RunningRequests:
         self.stopping = False
         """Whether the process got a signal to stop. Requests are still served."""
         self.is_cut = False
-        self.blocks: dict[CuttableBlock, asyncio.Task[Any]] = {}
-        """The task of each block that `cut` has not ended."""
-
-    def cuttable(self) -> "CuttableBlock":
-        """A block that raises `Stopping` at its current `await` when `cut` is called, or at once after that.
-
-        It works as `asyncio.timeout` does: the task is cancelled, so that everything inside cleans up as for
-        a client that leaves, and the cancellation becomes an exception at the end of the block.
-        """
-        return CuttableBlock(self)
+        self.blocks: dict[object, asyncio.Task[Any]] = {}
+        """The task of each block that `cut` has not ended; see `tokenproxy.web.endpoint.Interruptible`."""
 
     def cut(self) -> int:
-        """End the requests inside a `cuttable` block, and refuse new ones. Returns how many there were."""
+        """End the requests in their blocks, and refuse new ones. Returns how many there were."""
         self.stopping = self.is_cut = True
         tasks, self.blocks = list(self.blocks.values()), {}
         for task in tasks:
             task.cancel()
         return len(tasks)
-
-
-class CuttableBlock:
-    """See `RunningRequests.cuttable`."""
-
-    __slots__ = ("_before", "_running", "_task")
-
-    def __init__(self, running: RunningRequests) -> None:
-        self._running = running
-
-    def __enter__(self) -> None:
-        if self._running.is_cut:
-            raise _stopping()
-        task = asyncio.current_task()
-        assert task is not None
-        self._task, self._before = task, task.cancelling()
-        self._running.blocks[self] = task
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._running.blocks.pop(self, None) is not None:
-            return
-        # a task that its client's disconnect cancels at the same time stays cancelled
-        if self._task.uncancel() <= self._before and isinstance(error, asyncio.CancelledError):
-            raise _stopping() from error
-
-
-def _stopping() -> Stopping:
-    problem = "the proxy stopped before the response was complete: send the request again"
-    return Stopping(problem, code="stopping")
 
 
 @dataclass(slots=True)

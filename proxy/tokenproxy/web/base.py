@@ -19,7 +19,7 @@ class Route(ABC):
     """One route. `routes.py` lists all of them."""
 
     path: ClassVar[str]
-    """The route's path, a template in Starlette's syntax; see `gate.py` for others that lead to it."""
+    """The route's path, a template in Starlette's syntax; see `paths.py` for others that lead to it."""
     methods: ClassVar[tuple[str, ...]] = ("POST",)
     inside_vllm: ClassVar[bool] = True
     """Whether it is mounted inside vLLM too; False if vLLM has its own route for it."""

@@ -114,7 +114,9 @@ class EngineCredentials:
     async def _accepts(self, credential: tuple[bytes, bytes] | None) -> bool:
         digest = b"" if credential is None else blake2b(b":".join(credential), digest_size=16).digest()
         task, began = self._verdicts.pop(digest, (None, 0.0))
-        last = _last_word(task)
+        last = None
+        if task is not None and task.done() and not task.cancelled() and task.exception() is None:
+            last = task.result()
         counts_s = OPEN_S if credential is None else ACCEPTED_S if last else REFUSED_S
         if task is None or (task.done() and (last is None or self._clock() >= began + counts_s)):
             task, began = asyncio.create_task(self._ask(credential, last)), self._clock()
@@ -161,13 +163,6 @@ class EngineCredentials:
             return False
         problem = f"the engine answers {status} to GET {_MODELS_PATH}: no credential can be verified"
         raise EngineUnavailable(problem) if status in (429, 503) else EngineBroken(problem)
-
-
-def _last_word(task: "asyncio.Task[bool] | None") -> bool | None:
-    """The verdict of a verification; None if it gave none."""
-    if task is None or not task.done() or task.cancelled() or task.exception() is not None:
-        return None
-    return task.result()
 
 
 async def recorded_tenant(headers: Headers, store: Store, *, trusted: bool) -> str | None:

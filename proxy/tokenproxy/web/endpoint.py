@@ -8,11 +8,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
+from contextlib import nullcontext, suppress
 from urllib.parse import unquote
 
-from tokenproxy.base.error_formats import error_event, send_error
 from tokenproxy.base.errors import (
     ApiError,
     BodyTimeout,
@@ -22,21 +20,22 @@ from tokenproxy.base.errors import (
     EngineUnavailable,
     Forbidden,
     Stopping,
+    error_event,
+    send_error,
 )
 from tokenproxy.base.http import BytesResponse, Request, Response, is_event_stream
 from tokenproxy.base.types import Message, Receive, Scope, Send
 from tokenproxy.engine.sse import whole_events
 from tokenproxy.formats.translated import TranslatedStream
-from tokenproxy.monitoring.exchange import Exchange
-from tokenproxy.monitoring.middleware import EXCHANGE_KEY
+from tokenproxy.monitoring.exchange import EXCHANGE_KEY, Exchange
 from tokenproxy.record.store import StoreError
-from tokenproxy.record.store_time import store_time, within
+from tokenproxy.record.store_time import StoreTime, within
 from tokenproxy.turn.services import RunningRequests, Services
-from tokenproxy.web.auth import check_page
 from tokenproxy.web.base import Route, StoreRoute
 from tokenproxy.web.credentials import SCOPE_KEY, TenantOf, recorded_tenant, tenant_in_scope
-from tokenproxy.web.gate import check_path, is_loopback, raw_path
+from tokenproxy.web.gate import check_page, is_loopback
 from tokenproxy.web.keys import SCOPES_KEY, KeyScope
+from tokenproxy.web.paths import check_path, raw_path
 
 log = logging.getLogger("tokenproxy")
 
@@ -69,6 +68,8 @@ class Endpoint:
         self._label = route.label
         self._path = "" if "{" in route.path else route.path
         """The path of all its requests; empty if their paths differ."""
+        self._needed = {method: route.needed_scope(method, route.path) for method in route.methods}
+        """The scopes for requests of this path, by method."""
         self._services = services
         self._tenant_of = tenant_of
         self._inside_vllm = inside_vllm
@@ -80,16 +81,15 @@ class Endpoint:
         with exchange.metrics.in_flight if exchange.observed else nullcontext():
             try:
                 services = self._services(scope)
-                with services.running.cuttable():
+                with Interruptible(services.running):
                     request = await self._read(scope, receive, services)
             except ClientGone:
                 exchange.leave()
             except ApiError as error:
                 await send_error(send, error, scope["path"])
             else:
-                store_s = self.route.store_seconds or services.settings.store_timeout_s
-                with _ClientWatch(receive, exchange), store_time(store_s):
-                    await self._serve(request, services, send)
+                with StoreTime(self.route.store_seconds or services.settings.store_timeout_s):
+                    await self._serve(request, services, send, exchange)
 
     async def _read(self, scope: Scope, receive: Receive, services: Services) -> Request:
         """The request, once its client may send it. Raises ApiError or ClientGone."""
@@ -97,9 +97,19 @@ class Endpoint:
         if self._inside_vllm:
             check_path(scope)
         else:
-            _check_scope(scope, self.route.needed_scope(scope["method"], self._path or unquote(path)))
+            method = scope["method"]
+            needed = self._needed[method] if self._path else self.route.needed_scope(method, unquote(path))
+            if needed is not None and needed not in scope.get(SCOPES_KEY, ()):
+                raise _lacks(scope, needed)
         # Before the body is read: a client without a valid credential must not fill the memory
-        tenant, settings = await self._tenant(scope, services), services.settings
+        try:
+            tenant = await (self._tenant_of if self.route.needs_tenant else tenant_in_scope)(scope)
+        except (EngineUnavailable, EngineTimeout, EngineBroken):
+            recorded = await self._recorded_tenant(scope, services)
+            if recorded is None:
+                raise
+            tenant = recorded
+        settings = services.settings
         # in front of vLLM a middleware does; which pages may use its own routes, vLLM's settings tell
         if self._inside_vllm and not tenant and isinstance(self.route, StoreRoute):
             check_page(dict(scope["headers"]), [origin.encode() for origin in settings.cors_origins])
@@ -115,58 +125,49 @@ class Endpoint:
             parameters=scope.get("path_params", {}),
         )
 
-    async def _tenant(self, scope: Scope, services: Services) -> str:
-        """The tenant of a request. What is recorded can be reached although no engine responds."""
-        try:
-            return await (self._tenant_of if self.route.needs_tenant else tenant_in_scope)(scope)
-        except (EngineUnavailable, EngineTimeout, EngineBroken) as error:
-            if self._inside_vllm or not isinstance(self.route, StoreRoute):
-                raise
-            settings = services.settings
-            try:
-                with store_time(settings.store_timeout_s):
-                    trusted = is_loopback(settings.host)
-                    tenant = await recorded_tenant(scope["headers"], services.store, trusted=trusted)
-            except StoreError:
-                raise error from None
-            if tenant is None:
-                raise
-            return tenant
+    async def _recorded_tenant(self, scope: Scope, services: Services) -> str | None:
+        """The tenant of a request whose credential no engine verifies, if it may reach what is recorded."""
+        if self._inside_vllm or not isinstance(self.route, StoreRoute):
+            return None
+        trusted = is_loopback(services.settings.host)
+        with StoreTime(services.settings.store_timeout_s), suppress(StoreError):
+            return await recorded_tenant(scope["headers"], services.store, trusted=trusted)
+        return None
 
-    async def _serve(self, request: Request, services: Services, send: Send) -> None:
-        running = services.running
+    async def _serve(self, request: Request, services: Services, send: Send, exchange: Exchange) -> None:
+        response: Response | None = None
         try:
-            with running.cuttable():
+            with Interruptible(services.running, exchange):
                 response = await self.route.answer(request, services)
-        except ApiError as error:
-            await send_error(send, error, request.path)
-            return
+                await send_response(response, send)
         except StoreError as error:
             problem = f"the store does not respond, try again later: {error}"
             await send_error(send, EngineUnavailable(problem), request.path)
-            return
-        try:
-            if is_event_stream(response.headers):
-                await send_events(response, request.path, send, running)
-            else:
-                await send_body(response, request.path, send, running)
+        except ApiError as error:
+            if not exchange.status:
+                await send_error(send, error, request.path)
+            elif response is not None and is_event_stream(response.headers):
+                log.warning("a stream of %s ends with an error: %s", request.path, error.message)
+                event = error_event(request.path, error)
+                await send({"type": "http.response.body", "body": event})
+            elif not isinstance(error, Stopping):
+                raise  # the server then cuts the connection: a short body must not look complete
         finally:
-            await response.aclose()
+            if response is not None:
+                await response.aclose()
 
 
-def _check_scope(scope: Scope, needed: KeyScope | None) -> None:
-    """Refuse a request whose client lacks a scope. Raises Forbidden."""
-    held: frozenset[KeyScope] = scope.get(SCOPES_KEY, frozenset())
-    if needed is None or needed in held:
-        return
+def _lacks(scope: Scope, needed: KeyScope) -> Forbidden:
+    """The error of a request whose client lacks a scope."""
     request = f"{scope['method']} {scope['path']}"
     if SCOPE_KEY in scope:
-        raise Forbidden(
-            f"{request} needs an API key with the scope `{needed}`; this one has {', '.join(sorted(held))}. "
+        held = ", ".join(sorted(scope.get(SCOPES_KEY, ())))
+        return Forbidden(
+            f"{request} needs an API key with the scope `{needed}`; this one has {held}. "
             "Keys with it are in `admin_key`, or in `api_key_file` with that scope",
             code="insufficient_scope",
         )
-    raise Forbidden(
+    return Forbidden(
         f"{request} needs an API key with the scope `{needed}`, and this proxy has no keys: set `admin_key` "
         "or `api_key_file`. Without keys such routes answer only to programs of the same machine, while "
         "`host` is a loopback address",
@@ -224,38 +225,57 @@ def _too_large(limit: int) -> BodyTooLarge:
     )
 
 
-class _ClientWatch:
-    """Cancels the task inside its `with` when the client disconnects before the response is complete.
+class Interruptible:
+    """A block that ends early: when the process stops, and, with an `exchange`, when its client leaves.
 
-    A request that is served within `WATCH_AFTER_S` costs no task.
+    It works as `asyncio.timeout` does: the task is cancelled, so that everything inside cleans up. After
+    `RunningRequests.cut` the cancellation becomes `Stopping` at the end of the block, which is also raised at
+    once by a block that begins later. For a client that left before the response was complete, the
+    cancellation ends there. A request that is served within `WATCH_AFTER_S` costs no task.
     """
 
-    def __init__(self, receive: Receive, exchange: Exchange) -> None:
-        self._receive = receive
+    __slots__ = ("_before", "_exchange", "_gone", "_running", "_start", "_task", "_watcher")
+
+    def __init__(self, running: RunningRequests, exchange: Exchange | None = None) -> None:
+        self._running = running
         self._exchange = exchange
         self._gone = False
+        self._start: asyncio.TimerHandle | None = None
+        self._watcher: asyncio.Task[None] | None = None
 
     def __enter__(self) -> None:
+        if self._running.is_cut:
+            raise _stopping()
         task = asyncio.current_task()
         assert task is not None
-        self._task: asyncio.Task[Any] = task
-        self._watcher: asyncio.Task[None] | None = None
-        self._start = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._start_watching)
+        self._task, self._before = task, task.cancelling()
+        self._running.blocks[self] = task
+        if self._exchange is not None:
+            self._start = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._start_watching)
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> bool:
-        self._start.cancel()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if self._start is not None:
+            self._start.cancel()
         if self._watcher is not None:
             self._watcher.cancel()
-        if self._gone and kind is asyncio.CancelledError:
+        is_cut = self._running.blocks.pop(self, None) is None
+        if not is_cut and not self._gone:
+            return False
+        for _ in range(is_cut + self._gone):
             self._task.uncancel()
+        # a task that is cancelled for another reason too stays cancelled
+        if kind is not asyncio.CancelledError or self._task.cancelling() > self._before:
+            return False
+        if self._gone:
             return True
-        return False
+        raise _stopping() from error
 
     def _start_watching(self) -> None:
         self._watcher = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
+        assert self._exchange is not None
+        while (await self._exchange.receive())["type"] != "http.disconnect":
             pass
         # servers report the end of a complete response as a disconnect too; the clean-up after it must finish
         if self._exchange.complete:
@@ -265,65 +285,39 @@ class _ClientWatch:
         self._task.cancel()
 
 
+def _stopping() -> Stopping:
+    problem = "the proxy stopped before the response was complete: send the request again"
+    return Stopping(problem, code="stopping")
+
+
 # --- the response
 
 
-async def send_events(response: Response, path: str, send: Send, running: RunningRequests) -> None:
-    """Send a stream of events; a stream that breaks or is cut off ends with an error event."""
-    started = False
-    alive: _KeepingAlive | None = None
+async def send_response(response: Response, send: Send) -> None:
+    """Send a response. Of a stream the head is sent at once, of another body with its first bytes: if the
+    engine breaks before them, the client gets an error object."""
+    head = {"type": "http.response.start", "status": response.status, "headers": response.headers}
+    if isinstance(response, BytesResponse):
+        await send(head)
+        await send({"type": "http.response.body", "body": response.body})
+        return
+    streams = is_event_stream(response.headers)
+    if streams:
+        await send(head)
+    alive = _KeepingAlive(send, response) if isinstance(response, TranslatedStream) else None
+    send_chunk, started = alive.send if alive is not None else send, streams
     try:
-        with running.cuttable():
-            await send(_head(response))
-            started = True
-            if isinstance(response, TranslatedStream):
-                alive = _KeepingAlive(send, response)
-                send = alive.send
-            async for chunk in whole_events(response.chunks()):
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-    except ApiError as error:
-        if not started:
-            await send_error(send, error, path)
-            return
-        log.warning("a stream of %s ends with an error: %s", path, error.message)
-        await send({"type": "http.response.body", "body": error_event(path, error), "more_body": True})
+        async for chunk in whole_events(response.chunks()) if streams else response.chunks():
+            if not started:
+                await send(head)
+                started = True
+            await send_chunk({"type": "http.response.body", "body": chunk, "more_body": True})
     finally:
         if alive is not None:
             alive.close()
-    await send({"type": "http.response.body", "body": b""})
-
-
-async def send_body(response: Response, path: str, send: Send, running: RunningRequests) -> None:
-    """Send a body that is not an event stream.
-
-    The head is sent with the first bytes: if the engine breaks before them, the client gets an error object.
-    """
-    if isinstance(response, BytesResponse):
-        await send(_head(response))
-        await send({"type": "http.response.body", "body": response.body})
-        return
-    started = False
-    try:
-        with running.cuttable():
-            async for chunk in response.chunks():
-                if not started:
-                    await send(_head(response))
-                    started = True
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-    except (EngineBroken, Stopping) as error:
-        # after the head the server cuts the connection: a short body must not look complete
-        if not started:
-            await send_error(send, error, path)
-        elif not isinstance(error, Stopping):
-            raise
-        return
     if not started:
-        await send(_head(response))
+        await send(head)
     await send({"type": "http.response.body", "body": b""})
-
-
-def _head(response: Response) -> Message:
-    return {"type": "http.response.start", "status": response.status, "headers": response.headers}
 
 
 class _KeepingAlive:

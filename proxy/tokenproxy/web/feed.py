@@ -32,8 +32,8 @@ from tokenproxy.samples.layouts import Layout
 from tokenproxy.samples.samples import Selection
 from tokenproxy.samples.turn_json import stored_json
 from tokenproxy.turn.services import Services
-from tokenproxy.web.auth import check_page
 from tokenproxy.web.base import StoreRoute
+from tokenproxy.web.gate import check_page
 from tokenproxy.web.keys import KeyScope
 from tokenproxy.web.parameters import Query, check_name, refused_as
 

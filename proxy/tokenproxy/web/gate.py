@@ -1,183 +1,23 @@
-"""Checks every request before routing, gives it its canonical path, and sends errors of other middlewares.
+"""Checks every request before routing: its head, its path, its host name, and who its client is.
 
-A route has one canonical path, and clients write their base URLs differently:
-
-/chat/completions   /v1/chat/completions/      /v1/chat/completions
-/v1/tokenize        /tokenize/                 /tokenize
-/sessions/ID/v1/ANYTHING                       /v1/ANYTHING, in the session
-/sessions/ID/chat/completions                  the same without /v1, if it is in UNDER_V1 or AT_ROOT
-/sessions/ID        /sessions/ID/reward        /v1/sessions/ID, /v1/sessions/ID/reward
+A client has a tenant and scopes: of one of the proxy's own API keys, or without keys of where it is. They are
+put into the ASGI scope; `endpoint.py`, which determines the route, checks the scopes.
 """
 
 import ipaddress
 import re
-from collections.abc import Iterable, Sequence
+import secrets
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
-from urllib.parse import unquote
 
-from starlette.routing import BaseRoute, Match, compile_path
+from starlette.routing import compile_path
 
-from tokenproxy.base.error_formats import send_error
-from tokenproxy.base.errors import ApiError, BadRequest, HeadTooLarge, NotFound
+from tokenproxy.base.errors import ApiError, BadRequest, Forbidden, HeadTooLarge, Unauthorized, send_error
 from tokenproxy.base.types import ASGIApp, Headers, Receive, Scope, Send
 from tokenproxy.web.base import Route
-from tokenproxy.web.keys import SCOPES_KEY
-from tokenproxy.web.parameters import HEADER, check_name
-
-UNDER_V1 = frozenset(
-    {"audio", "chat", "completions", "embeddings", "messages", "models", "responses", "samples", "sessions"}
-)
-"""First segments of routes that the proxy or vLLM serves under `/v1` only. `score` and `rerank` are not among
-them: vLLM serves both without `/v1` as well, and its --api-key guards only the paths with `/v1`."""
-AT_ROOT = frozenset({"tokenize", "detokenize", "generate", "chat"})
-"""Paths that are served without `/v1` only. Clients whose base URL ends in `/v1` request them under `/v1`."""
-OF_A_SESSION = frozenset({"", "end", "reward", "samples", "traces"})
-"""What follows a session in the paths of its own routes."""
-
-_ENCODED_SLASH = re.compile("%(2f|5c)", re.IGNORECASE)
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-
-
-def path_of(scope: Scope) -> str:
-    """The decoded path of a request, without the application's root path."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
-
-
-def raw_path(scope: Scope) -> str:
-    """The path as the client sent it, percent-encoded; without the application's root path."""
-    path: bytes = scope.get("raw_path") or scope["path"].encode()
-    return path.removeprefix(scope.get("root_path", "").encode()).decode("latin-1")
-
-
-def check_path(scope: Scope) -> None:
-    """Refuse a path that the proxy and an engine, or a server between them, may read differently.
-
-    Raises:
-        BadRequest: it holds an encoded slash, a `.` or `..` segment or a control character, or is not a path.
-    """
-    raw = raw_path(scope)
-    decoded = unquote(raw)
-    if not raw.startswith("/"):
-        problem = "must begin with a slash"
-    elif _ENCODED_SLASH.search(raw) or "\\" in raw:
-        problem = "must not hold an encoded slash (%2F) or a backslash"
-    elif any(segment in (".", "..") for segment in decoded.split("/")):
-        problem = "must not hold the segments . and .."
-    elif _CONTROL.search(decoded):
-        problem = "must not hold control characters"
-    else:
-        return
-    raise BadRequest(f"the path of the URL {problem}", param="path", code="invalid_path")
-
-
-class Paths:
-    """Finds the canonical path of a client's path."""
-
-    def __init__(self, fixed: Iterable[str]) -> None:
-        """`fixed`: the paths of routes that hold no parameter."""
-        self._fixed = frozenset(fixed)
-
-    def canonical(self, path: str) -> tuple[str, str]:
-        """The canonical path, and the session that the path names; empty if it names none.
-
-        Args:
-            path: percent-encoded, without the query. An unknown one is returned unchanged.
-
-        Raises:
-            BadRequest: what stands for a session's name is none.
-            NotFound: no route follows the session's name.
-        """
-        if path in self._fixed:
-            return path, ""
-        segments = path.split("/")
-        if segments[1:2] == ["sessions"] and len(segments) > 3:
-            end = _end_of_name(segments)
-            session, first = check_name(unquote("/".join(segments[2:end])), "session"), segments[end]
-            if first not in OF_A_SESSION:
-                if first != "v1" and first not in UNDER_V1 | AT_ROOT:
-                    raise NotFound(
-                        f"unknown route {unquote(path)}: the base URL of a session is /sessions/{session}/v1"
-                    )
-                rest = "/".join(segments[end:]).removeprefix("v1/")
-                return self.canonical(f"/v1/{rest}")[0], session
-            path = "/".join(["", "sessions", session, *segments[end:]])
-        return self._outside_sessions(path), ""
-
-    def _outside_sessions(self, path: str) -> str:
-        bare = path.rstrip("/")
-        if bare in self._fixed:
-            return bare
-        segments = bare.split("/")[1:]
-        name = "/".join(segments[1:] if segments[:1] == ["v1"] else segments)
-        if name in AT_ROOT:
-            return f"/{name}"
-        below = f"/v1/{name}"
-        return below if below in self._fixed or name.partition("/")[0] in UNDER_V1 else path
-
-    def of(self, scope: Scope) -> Scope:
-        """The scope of a request with its canonical path, and with the session in a header.
-
-        It is `scope` itself if the path is canonical. Raises BadRequest or NotFound, as `canonical`.
-        """
-        raw = raw_path(scope)
-        path, session = self.canonical(raw)
-        if path == raw:
-            return scope
-        root = scope.get("root_path", "")
-        changed = {**scope, "path": root + unquote(path), "raw_path": (root + path).encode("latin-1")}
-        if session:
-            headers = [pair for pair in scope["headers"] if pair[0] != HEADER]
-            changed["headers"] = [*headers, (HEADER, session.encode())]
-        return changed
-
-
-def _end_of_name(segments: Sequence[str]) -> int:
-    """The index after the name of a session, which may hold slashes, in a path that begins with /sessions."""
-    if segments[3] not in UNDER_V1 | AT_ROOT:
-        if "v1" in segments[3:]:
-            return segments.index("v1", 3)
-        if segments[-1] in OF_A_SESSION - {""}:
-            return len(segments) - 1
-    return 3
-
-
-class OtherPaths(BaseRoute):
-    """Inside vLLM: sends a request whose path is not canonical through the whole application again.
-
-    So all of vLLM's own checks of `/v1`, such as API keys, apply to the other paths too. It is the last
-    route, because a path that vLLM serves itself is not changed.
-    """
-
-    path = "/sessions/{session}/{path:path}"
-    """For code that reads the paths of routes."""
-    _SET_BY_ROUTING = ("path_params", "endpoint", "route", "router")
-
-    def __init__(self, app: ASGIApp, paths: Paths) -> None:
-        self._app = app
-        self._paths = paths
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """See `starlette.routing.BaseRoute.matches`."""
-        if scope["type"] != "http":
-            return Match.NONE, {}
-        try:
-            return (Match.NONE if self._paths.of(scope) is scope else Match.FULL), {}
-        except ApiError:
-            return Match.FULL, {}
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See `starlette.routing.BaseRoute.handle`."""
-        try:
-            check_path(scope)
-            changed = self._paths.of(scope)
-        except ApiError as error:
-            await send_error(send, error, scope["path"])
-            return
-        inner = {key: value for key, value in changed.items() if key not in self._SET_BY_ROUTING}
-        await self._app(inner, receive, send)
-
+from tokenproxy.web.credentials import SCOPE_KEY, key_in, tenant_of_key
+from tokenproxy.web.keys import EVERY_SCOPE, SCOPES_KEY, WITHOUT_ADMIN, ApiKey, KeyFile, KeyScope
+from tokenproxy.web.paths import Paths, check_path, path_of
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """Paths for health checks and scrapers, which have no key and use the address of a container."""
@@ -188,33 +28,51 @@ HEAD_LIMIT_BYTES = 64 * 2**10
 _ANY_METHOD = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 """Methods of a route that the engine serves, because only the engine knows which of them it accepts."""
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
+_METRICS = "/metrics"
+_PAGE_PATH = re.compile(r"/viewer/?|/viewer/static/[^/]*")
+"""The page, which holds no recorded data and asks for a key: a browser sends none with its first request."""
+_FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-real-ip"})
+"""Headers that another proxy adds to a request."""
 
 
 class Gate:
-    """Refuses requests that no route should get, and sends the errors that the middlewares after it raise.
+    """Refuses requests that no route should get, and passes others to their endpoint by method and path.
 
     It responds to OPTIONS itself: browsers send it without a key, and an engine would respond to clients
-    without one.
+    without one. What has no endpoint of a fixed path goes to the application: Starlette's router, FastAPI's
+    dependency stack and their handling of exceptions take 80 us, which an endpoint of ours does not need.
     """
 
     def __init__(
-        self, app: ASGIApp, routes: Iterable[Route], allowed_hosts: Sequence[str] = (), loopback: bool = False
+        self,
+        app: ASGIApp,
+        routes: Iterable[Route],
+        endpoints: Mapping[tuple[str, str], ASGIApp],
+        clients: "ApiKeys | NoKeys",
+        allowed_hosts: Sequence[str] = (),
+        loopback: bool = False,
     ) -> None:
         """A gate to `app`.
 
         Args:
+            endpoints: by method and canonical path.
+            clients: determines tenant and scopes of a client.
             allowed_hosts: empty allows all; `*.example.com` all hosts below it.
             loopback: if there are none, allow names of this machine only. A web page whose own host name
                 resolves to 127.0.0.1 has another name, and counts as the proxy's own page in its browser.
         """
         self._app = app
-        self._loopback = loopback and not allowed_hosts
+        self._endpoints = endpoints
+        self._clients = clients
+        self._loopback = loopback
+        self._any_host = not allowed_hosts
         self._hosts = frozenset(host.lower() for host in allowed_hosts if not host.startswith("*."))
         self._domains = tuple(host[1:].lower() for host in allowed_hosts if host.startswith("*."))
         own = [route for route in routes if not route.catches_all]
         self._methods = [(compile_path(route.path)[0], route.methods) for route in own]
-        self._fixed = frozenset(route.path for route in own if "{" not in route.path)
-        self._paths = Paths(self._fixed)
+        fixed = frozenset(route.path for route in own if "{" not in route.path)
+        self._raw_paths = frozenset(path.encode() for path in fixed)
+        self._paths = Paths(fixed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check one request."""
@@ -222,20 +80,17 @@ class Gate:
             await self._app(scope, receive, send)
             return
         try:
-            self._check_head(scope)
-            if raw_path(scope) not in self._fixed:
-                check_path(scope)
-                scope = self._paths.of(scope)
-            if not self._expects_host(scope, [value for name, value in scope["headers"] if name == b"host"]):
-                scope = {**scope, SCOPES_KEY: frozenset()}
-            if scope["method"] == "OPTIONS":
-                headers = [(b"allow", ", ".join(self.allowed(path_of(scope))).encode())]
-                await send({"type": "http.response.start", "status": 204, "headers": headers})
-                await send({"type": "http.response.body", "body": b""})
-            else:
-                await self._app(scope, receive, send)
+            scope = self._checked(scope)
         except ApiError as error:
-            await send_error(send, error, path_of(scope))
+            await send_error(send, error, scope["path"])
+            return
+        if scope["method"] == "OPTIONS":
+            headers = [(b"allow", ", ".join(self.allowed(path_of(scope))).encode())]
+            await send({"type": "http.response.start", "status": 204, "headers": headers})
+            await send({"type": "http.response.body", "body": b""})
+            return
+        endpoint = self._endpoints.get((scope["method"], scope["path"]), self._app)
+        await endpoint(scope, receive, send)
 
     def allowed(self, path: str) -> list[str]:
         """The methods of a canonical path."""
@@ -244,31 +99,41 @@ class Gate:
         )
         return [*(methods or _ANY_METHOD), "OPTIONS"]
 
-    def _check_head(self, scope: Scope) -> None:
-        headers: Headers = scope["headers"]
-        size = len(scope.get("raw_path") or b"") + len(scope.get("query_string", b""))
-        size += sum(map(len, chain.from_iterable(headers))) + 4 * len(headers)  # ": " and the line's end
+    def _checked(self, scope: Scope) -> Scope:
+        """The scope with its canonical path, and tenant and scopes of the client. Raises ApiError."""
+        size, hosts = len(scope.get("raw_path") or b"") + len(scope.get("query_string", b"")), []
+        for name, value in scope["headers"]:
+            size += len(name) + len(value) + 4  # ": " and the line's end
+            if name == b"host":
+                hosts.append(value)
         if size > HEAD_LIMIT_BYTES:
             raise HeadTooLarge(f"the request line and headers are over the limit of {HEAD_LIMIT_BYTES} bytes")
+        if scope.get("raw_path") not in self._raw_paths:
+            check_path(scope)
+            scope = self._paths.of(scope)
+        if len(hosts) > 1:
+            raise BadRequest("a request must have one Host header", param="host")
+        host = host_name(hosts[0]) if hosts else ""
+        is_local = self._loopback and (not hosts or is_loopback(host))
+        if not self._any_host:
+            expected = host in self._hosts or host.endswith(self._domains)
+        else:
+            expected = not self._loopback or (is_local and bool(hosts))
+        if not expected:
+            scope = self._limited(scope, host)
+        return scope if scope["method"] == "OPTIONS" else self._clients.identify(scope, is_local)
 
-    def _expects_host(self, scope: Scope, values: Sequence[bytes]) -> bool:
-        """Whether a request may get details. Raises BadRequest: it must not get anything.
+    def _limited(self, scope: Scope, host: str) -> Scope:
+        """The scope of a request under an unexpected name, which gets no details, or nothing: BadRequest.
 
         A web page cannot make its own address that of this machine, only its own name. So scrapers may use
         any address.
         """
-        if len(values) > 1:
-            raise BadRequest("a request must have one Host header", param="host")
-        if not self._hosts and not self._domains and not self._loopback:
-            return True
-        host = host_name(values[0]) if values else ""
-        if is_loopback(host) if self._loopback else host in self._hosts or host.endswith(self._domains):
-            return True
         path = path_of(scope) if scope["method"] in ("GET", "HEAD") else ""
         if path in OPEN_PATHS and _is_address(host):
-            return True
+            return scope
         if path in _BARE_PATHS:
-            return False
+            return {**scope, SCOPES_KEY: frozenset()}
         raise BadRequest(
             "this proxy is not served under the name in the Host header: add it to `allowed_hosts`",
             param="host",
@@ -296,3 +161,117 @@ def _is_address(host: str) -> bool:
         ipaddress.ip_address(host)
         return True
     return False
+
+
+class ApiKeys:
+    """Accepts requests with one of the keys, and puts their tenant and scopes into the ASGI scope.
+
+    The keys are the proxy's, not the engine's: headers with one are removed before the engine gets the
+    request.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        admin_keys: Sequence[str] = (),
+        file: KeyFile | None = None,
+        metrics_need_key: bool = False,
+    ) -> None:
+        """`metrics_need_key`: whether `/metrics` needs a key with the scope `read`."""
+        self._file = file
+        self._plain: list[ApiKey] = []
+        for scopes, group in ((EVERY_SCOPE, admin_keys), (WITHOUT_ADMIN, keys)):
+            self._plain += [ApiKey(tenant_of_key(key.encode()), scopes) for key in group]
+        self._open = OPEN_PATHS - {_METRICS} if metrics_need_key else OPEN_PATHS
+
+    def identify(self, scope: Scope, is_local: bool) -> Scope:
+        """The scope of a request, with tenant and scopes of its key. Raises Unauthorized."""
+        key, headers = self._verify(scope["headers"])
+        path = path_of(scope)
+        is_open = scope["method"] in ("GET", "HEAD") and (
+            path in self._open or _PAGE_PATH.fullmatch(path) is not None
+        )
+        granted = {KeyScope.READ} if is_open and path == _METRICS else set()
+        if key is not None:
+            return {**scope, "headers": headers, SCOPE_KEY: key.tenant, SCOPES_KEY: key.scopes | granted}
+        if is_open:
+            return {**scope, SCOPES_KEY: granted}
+        raise Unauthorized(
+            "send an API key of this proxy as `Authorization: Bearer KEY` or `X-API-Key: KEY`",
+            code="invalid_api_key",
+        )
+
+    def _verify(self, headers: Headers) -> tuple[ApiKey | None, Headers]:
+        """The tenant and scopes of the first header with one of the keys, and the headers without any key."""
+        found: ApiKey | None = None
+        kept: Headers = []
+        for pair in headers:
+            sent = key_in(*pair)
+            key = self._find(sent) if sent else None
+            if key is None:
+                kept.append(pair)
+            elif found is None:
+                found = key
+        return found, kept
+
+    def _find(self, key: bytes) -> ApiKey | None:
+        sent, found = tenant_of_key(key), None
+        # All digests have one length, and all are compared, so the time reveals nothing about the keys
+        for plain in self._plain:
+            if secrets.compare_digest(sent, plain.tenant) and found is None:
+                found = plain
+        return self._file.find(key) if found is None and self._file is not None else found
+
+
+class NoKeys:
+    """Without keys, every program may use and read, and only programs on this machine may administrate.
+
+    A program is on this machine if the proxy listens on a loopback address only, no other proxy forwarded the
+    request, and no web page sent it: a page in a browser on this machine can reach loopback addresses too.
+    """
+
+    def __init__(self, cors_origins: Collection[str] = ()) -> None:
+        self._origins = frozenset(origin.encode() for origin in cors_origins)
+
+    def identify(self, scope: Scope, is_local: bool) -> Scope:
+        """The scope of a request, with its scopes. Raises Forbidden, as `check_page`.
+
+        Args:
+            is_local: whether the proxy listens on a loopback address only, and the request named it.
+        """
+        sent = dict(scope["headers"])
+        check_page(sent, self._origins)
+        allowed_page = b"origin" not in sent or sent[b"origin"] in self._origins
+        local = is_local and allowed_page and _FORWARDED.isdisjoint(sent)
+        # what the gate gave to a request with an unexpected name stays
+        scope.setdefault(SCOPES_KEY, EVERY_SCOPE if local else WITHOUT_ADMIN)
+        return scope
+
+
+def check_page(sent: Mapping[bytes, bytes], origins: Collection[bytes], *, links: bool = True) -> None:
+    """Refuse a request that a web page sent, unless it is the proxy's own page. For clients without keys.
+
+    Browsers let pages of other origins send some requests without asking the server first, and tell it where
+    they come from.
+
+    Args:
+        sent: the headers of the request.
+        origins: those whose pages may use the proxy; `*` is all.
+        links: whether a link to the proxy may be followed. A frame in a page counts as a link.
+
+    Raises:
+        Forbidden: it is a page of another origin.
+    """
+    origin = sent.get(b"origin")
+    if origin is None:
+        foreign = sent.get(b"sec-fetch-site") in (b"cross-site", b"same-site")
+        foreign = foreign and not (links and sent.get(b"sec-fetch-mode") == b"navigate")
+    else:
+        foreign = origin.partition(b"://")[2] != sent.get(b"host")
+        foreign = foreign and origin not in origins and b"*" not in origins
+    if foreign:
+        raise Forbidden(
+            f"a web page of {(origin or b'another origin').decode('latin-1')} sent this request: add its "
+            "origin to `cors_origins`, or set `api_key`",
+            code="origin_not_allowed",
+        )

@@ -1,25 +1,25 @@
 """The list of all routes. A new route is a class in a file of its own and a line here."""
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.routing import Match
 
-from tokenproxy.base.types import ASGIApp, Receive, Scope, Send
+from tokenproxy.base.types import ASGIApp, Scope
 from tokenproxy.fleet.admin_calls import ADMIN_CALLS
 from tokenproxy.formats.chat import ChatFormat, TokensFormat
 from tokenproxy.formats.messages.format import MessagesFormat
 from tokenproxy.formats.prompts import CompletionsFormat, GenerateFormat
-from tokenproxy.monitoring.middleware import Monitor, Observer
+from tokenproxy.monitoring.exchange import Monitor, Observer
 from tokenproxy.turn.services import Services
-from tokenproxy.web import admin, feed, sessions, status, turns, viewer
+from tokenproxy.web import admin, feed, sessions, turns, viewer
 from tokenproxy.web.base import Route
 from tokenproxy.web.credentials import TenantOf
 from tokenproxy.web.endpoint import Endpoint
-from tokenproxy.web.gate import OtherPaths, Paths
 from tokenproxy.web.passthrough import PassThrough
+from tokenproxy.web.paths import OtherPaths, Paths
 from tokenproxy.web.tokenize import CountTokens, Tokenize
 
 
@@ -57,10 +57,10 @@ def all_routes() -> list[Route]:
         admin.Replicas(),
         admin.Drain(),
         admin.Flush(),
-        status.Root(),
-        status.Health(),
-        status.Ready(),
-        status.MetricsPage(),
+        admin.Root(),
+        admin.Health(),
+        admin.Ready(),
+        admin.MetricsPage(),
         *map(admin.EngineAdmin, ADMIN_CALLS),
         turns.TrlBatch("/generate", "prompts"),
         turns.TrlBatch("/chat", "messages"),
@@ -132,22 +132,3 @@ def _api_route(route: Route, method: str, endpoint: ASGIApp) -> APIRoute:
     )
     added.app = endpoint
     return added
-
-
-class DirectRoutes:
-    """A middleware that passes a request to its endpoint by method and path, and others to the application.
-
-    Starlette's router, FastAPI's dependency stack and their handling of exceptions take 80 us of a request;
-    an endpoint of ours needs none of them.
-    """
-
-    def __init__(self, app: ASGIApp, endpoints: Mapping[tuple[str, str], ASGIApp]) -> None:
-        self._app = app
-        self._endpoints = endpoints
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        endpoint = None
-        if scope["type"] == "http":
-            endpoint = self._endpoints.get((scope["method"], scope["path"]))
-        await (endpoint or self._app)(scope, receive, send)

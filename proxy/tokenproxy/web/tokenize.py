@@ -8,12 +8,10 @@ import dataclasses
 
 import msgspec
 
-from tokenproxy.base.error_formats import anthropic_error
-from tokenproxy.base.errors import BadRequest, NotFound
+from tokenproxy.base.errors import BadRequest, NotFound, anthropic_error
 from tokenproxy.base.fields import join, parse, raw, raw_value, read
 from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response, json_response
-from tokenproxy.base.media import media_kind
-from tokenproxy.base.request import ChatRequest, RequiredPrefix
+from tokenproxy.base.request import ChatRequest, RequiredPrefix, media_kind
 from tokenproxy.base.types import Fields, Headers
 from tokenproxy.engine.protocol import fetch
 from tokenproxy.fleet.replica import Replica

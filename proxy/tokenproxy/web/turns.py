@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 
@@ -21,7 +22,7 @@ from tokenproxy.formats.translated import serve_early, translated_error
 from tokenproxy.formats.trl import Prompt, TrlAnswer, batch_answer, parse_batch, turn_of
 from tokenproxy.record.refusals import count_refusal
 from tokenproxy.record.store import DOCUMENTS, StoreError, session_id
-from tokenproxy.record.store_time import store_time
+from tokenproxy.record.store_time import StoreTime
 from tokenproxy.turn.serve import serve_turn
 from tokenproxy.turn.services import Services
 from tokenproxy.web.base import Route, StoreRoute, parsed
@@ -53,7 +54,35 @@ class TurnRoute(Route):
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """The response to one turn."""
-        return await _serve_format(self._format, request, services)
+        wire_format, session = self._format, await named_session(request, services)
+        rollout = session_id(request.tenant, session.ref.name) if session else ""
+        try:
+            chat = await parsed(request, services, partial(wire_format.parse, request, session))
+            chat = await services.model_aliases.map(chat, services.fleet)
+        except ApiError as error:
+            await count_refusal(services.store, rollout, error.status, error.message)
+            raise
+
+        async def serve() -> Response:
+            try:
+                response = await serve_turn(chat, services, translation)
+            except ApiError as error:
+                await count_refusal(services.store, rollout, error.status, error.message)
+                raise
+            if response.status >= 400:
+                await count_refusal(
+                    services.store, rollout, response.status, error_text(await response.read())
+                )
+            return response
+
+        translation = wire_format.translation(chat)
+        if translation is None:
+            return await serve()
+        translation.signer, translation.tenant = await services.history.echoes.signer(), chat.tenant
+        translation.reasoning = chat.visible.reasoning
+        if chat.stream:
+            return await serve_early(serve, translation, _SILENCE_S)
+        return await translated_error(await serve(), translation)
 
 
 class MessagesRoute(TurnRoute):
@@ -61,38 +90,8 @@ class MessagesRoute(TurnRoute):
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """The message, or the events of its stream."""
-        return await _serve_format(MessagesFormat(await services.fleet.served_model()), request, services)
-
-
-async def _serve_format(wire_format: Format, request: Request, services: Services) -> Response:
-    """Respond to a request in a wire format, which may be one of this request alone. Raises ApiError."""
-    session = await named_session(request, services)
-    rollout = session_id(request.tenant, session.ref.name) if session else ""
-    try:
-        chat = await parsed(request, services, lambda: wire_format.parse(request, session))
-        chat = await services.model_aliases.map(chat, services.fleet)
-    except ApiError as error:
-        await count_refusal(services.store, rollout, error.status, error.message)
-        raise
-
-    async def serve() -> Response:
-        try:
-            response = await serve_turn(chat, services, translation)
-        except ApiError as error:
-            await count_refusal(services.store, rollout, error.status, error.message)
-            raise
-        if response.status >= 400:
-            await count_refusal(services.store, rollout, response.status, error_text(await response.read()))
-        return response
-
-    translation = wire_format.translation(chat)
-    if translation is None:
-        return await serve()
-    translation.signer, translation.tenant = await services.history.echoes.signer(), chat.tenant
-    translation.reasoning = chat.visible.reasoning
-    if chat.stream:
-        return await serve_early(serve, translation, _SILENCE_S)
-    return await translated_error(await serve(), translation)
+        turn = TurnRoute(MessagesFormat(await services.fleet.served_model()))
+        return await turn.answer(request, services)
 
 
 class Responses(Route):
@@ -108,7 +107,7 @@ class Responses(Route):
         stored = _Stored(request, services)
         wire_format = ResponsesFormat(asked, await recall(asked, stored.read), stored.keep)
         try:
-            return await _serve_format(wire_format, request, services)
+            return await TurnRoute(wire_format).answer(request, services)
         except BadRequest as error:
             error.param = _RENAMED.get(error.param or "", error.param)
             raise
@@ -216,7 +215,7 @@ class TrlBatch(Route):
                 if prompt.is_text:
                     prompt = await _tokenise(prompt, request, services)
                 turn = turn_of(prompt, batch, request, session)
-                with store_time(self.store_seconds or services.settings.store_timeout_s):
+                with StoreTime(self.store_seconds or services.settings.store_timeout_s):
                     response = await serve_turn(turn, services, answer)
                 if response.status >= 400:
                     raise _Refused(response)

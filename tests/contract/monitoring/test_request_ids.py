@@ -9,7 +9,7 @@ import pytest
 from tests.support.fake_vllm import Canned, FakeVllm, Reply
 from tests.support.talk import CHAT
 from tests.support.utils import EVERY_SPELLING
-from tokenproxy.monitoring.middleware import LONGEST
+from tokenproxy.monitoring.exchange import LONGEST
 
 _TOKENS = "/v1/chat/completions/tokens"
 _HI = {"messages": [{"role": "user", "content": "Hi"}]}

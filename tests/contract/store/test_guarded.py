@@ -21,7 +21,7 @@ from tokenproxy.record.store import (
     StoreStalled,
     StoreUnusable,
 )
-from tokenproxy.record.store_time import store_time
+from tokenproxy.record.store_time import StoreTime
 from tokenproxy.record.turn import Turn
 from tokenproxy.record.vocabulary import Cause
 from tokenproxy.store.guarded import _READS, GuardedStore, GuardLimits
@@ -102,7 +102,7 @@ def _chain(rollout: str, length: int) -> list[Turn]:
 
 async def test_the_calls_of_a_request_share_its_time(store: GuardedStore, inner: Patient) -> None:
     inner.held = {"find", "pin"}
-    with store_time(_STALLED_S):
+    with StoreTime(_STALLED_S):
         for call in (store.find([digest_of("k")]), store.pin("r", 0.0), store.find([digest_of("k")])):
             with pytest.raises(StoreStalled):
                 await call
@@ -148,7 +148,7 @@ async def test_writes_that_stall_leave_reads_alone(store: GuardedStore, inner: P
     await add(store, make_turn("r"), entry("k", "ids"))
     inner.held = {"pin"}
     for _ in range(3):
-        with store_time(_STALLED_S), pytest.raises(StoreStalled):
+        with StoreTime(_STALLED_S), pytest.raises(StoreStalled):
             await store.pin("r", 0.0)
     with pytest.raises(StoreSkipped):
         await store.release("x")
@@ -166,7 +166,7 @@ async def test_turns_are_recorded_later_parents_first(store: GuardedStore, inner
     for position in range(3):
         for chain in chains:
             turn = chain[position]
-            with store_time(0.0 if position or chain is not chains[0] else _STALLED_S):
+            with StoreTime(0.0 if position or chain is not chains[0] else _STALLED_S):
                 assert await add(store, turn, entry(turn.id, "ids")) == Evicted()
     assert store.health().queued_turns == 210
     inner.held.clear()
@@ -196,7 +196,7 @@ async def test_turns_that_wait_are_found_as_if_they_were_recorded(
         await add(store, turn, entry(turn.id, turn.id), entry("text", turn.id))
     inner.held = {"add"}
     for turn in chain[2:]:
-        with store_time(_STALLED_S):
+        with StoreTime(_STALLED_S):
             await add(store, turn, entry(turn.id, turn.id), entry("text", turn.id))
     last = chain[-1]
     found = await store.find([digest_of("text"), digest_of(last.id), digest_of("nothing")])
@@ -264,7 +264,7 @@ async def test_a_claim_that_comes_too_late_is_released(
     turn, group = make_turn(), (digest_of("k"), digest_of("ids"))
     await add(store, turn, entry("k", "ids"))
     inner.held = {"claim"}
-    with store_time(15.0 if leaves else _STALLED_S):
+    with StoreTime(15.0 if leaves else _STALLED_S):
         claiming = asyncio.create_task(store.claim(*group))
     await until(lambda: "claim" in inner.calls)
     if leaves:
@@ -300,7 +300,7 @@ async def test_what_waits_at_the_end_is_recorded_or_counted(
     store = make(close_s=0.02 if gone else 15.0)
     await store.open()
     inner.held = {"add"}
-    with store_time(_STALLED_S):
+    with StoreTime(_STALLED_S):
         await add(store, make_turn())
     closing = asyncio.create_task(store.aclose())
     await asyncio.sleep(0)

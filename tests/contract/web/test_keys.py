@@ -13,7 +13,7 @@ from tests.support.talk import CHAT, user
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy, wait_until
 from tokenproxy.app.start import try_store
-from tokenproxy.base.error_formats import is_anthropic
+from tokenproxy.base.errors import is_anthropic
 from tokenproxy.cli.key import add_key
 from tokenproxy.settings import Settings
 from tokenproxy.web.gate import OPEN_PATHS

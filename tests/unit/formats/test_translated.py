@@ -17,8 +17,7 @@ from tokenproxy.formats.responses.answer import ResponsesTranslation
 from tokenproxy.formats.responses.request import read_request
 from tokenproxy.formats.translated import Translation, serve_early
 from tokenproxy.turn.limit_answer import limit_answer
-from tokenproxy.turn.services import RunningRequests
-from tokenproxy.web.endpoint import send_events
+from tokenproxy.web.endpoint import send_response
 
 _SILENCE_S = 0.01
 
@@ -81,7 +80,7 @@ async def test_a_stream_begins_before_its_engine_responds_and_is_kept_alive(
             engine.goes_on.set()
 
     response = await serve_early(engine.serve, translation, _SILENCE_S)
-    await send_events(response, "/", send, RunningRequests())
+    await send_response(response, send)
     await response.aclose()
     kinds = _kinds(b"".join(sent))
     assert (kinds[0], kinds[-1], kinds.count(first), engine.closed) == (first, last, 1, True)

@@ -5,8 +5,9 @@ import logging
 import sys
 from collections.abc import Callable
 from contextvars import copy_context
+from typing import Any
 
-from tokenproxy.monitoring.exchange import Exchange, run_exchange
+from tokenproxy.monitoring.exchange import Exchange
 from tokenproxy.monitoring.logs import JsonFormatter, RelayHandler, RepeatLimit, RequestFields, TextFormatter
 from tokenproxy.monitoring.metrics import Metrics
 
@@ -15,9 +16,13 @@ def _record() -> logging.LogRecord:
     return logging.LogRecord("tokenproxy", logging.WARNING, "a.py", 7, "no %s", ("x",), None)
 
 
+async def _no_client(*messages: Any) -> Any:
+    raise AssertionError
+
+
 def _in_a_request(work: Callable[[], object]) -> None:
     def run() -> None:
-        run_exchange(Exchange("mine", Metrics()))
+        Exchange({"headers": [(b"x-request-id", b"mine")]}, _no_client, _no_client, Metrics())
         work()
 
     copy_context().run(run)

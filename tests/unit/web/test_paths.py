@@ -3,7 +3,7 @@
 import pytest
 
 from tokenproxy.base.errors import NotFound
-from tokenproxy.web.gate import AT_ROOT, OF_A_SESSION, UNDER_V1, Paths
+from tokenproxy.web.paths import AT_ROOT, OF_A_SESSION, UNDER_V1, Paths
 from tokenproxy.web.routes import all_routes
 
 _OURS = [route.path for route in all_routes() if not route.catches_all]

@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from tokenproxy.base.error_formats import anthropic_error
-from tokenproxy.base.errors import EngineBroken
+from tokenproxy.base.errors import EngineBroken, anthropic_error
 from tokenproxy.formats.translated import Translation
 from tokenproxy.turn import wire
 

@@ -7,8 +7,14 @@ from typing import Any
 
 import msgspec
 
-from tokenproxy.base.error_formats import exceeds_context, openai_error, response_failure
-from tokenproxy.base.errors import ApiError, EngineBroken, Unavailable
+from tokenproxy.base.errors import (
+    ApiError,
+    EngineBroken,
+    Unavailable,
+    exceeds_context,
+    openai_error,
+    response_failure,
+)
 from tokenproxy.base.fields import raw_value
 from tokenproxy.formats.responses.items import Item, Names, input_item_id, response_id
 from tokenproxy.formats.responses.output import Event, Output

@@ -10,8 +10,14 @@ import pytest
 from tests.support.fake_vllm import MAX_MODEL_LEN, Canned, FakeVllm, Reply, error_body
 from tests.support.talk import user
 from tests.support.utils import Pair, run_proxy
-from tokenproxy.base.error_formats import anthropic_error, error_headers
-from tokenproxy.base.errors import ApiError, EngineBroken, Overloaded, Unsupported
+from tokenproxy.base.errors import (
+    ApiError,
+    EngineBroken,
+    Overloaded,
+    Unsupported,
+    anthropic_error,
+    send_error,
+)
 from tokenproxy.cli.key import add_key
 
 _PATH = "/v1/messages"
@@ -101,6 +107,13 @@ def test_an_error_in_place_of_a_chunk_ends_the_stream(pair: Pair) -> None:
 @pytest.mark.parametrize(
     "error, again", [(Unsupported, b"false"), (Overloaded, b"true"), (EngineBroken, None)]
 )
-def test_whether_to_try_again(error: type[ApiError], again: bytes | None) -> None:
-    assert dict(error_headers(_PATH, error("no"))).get(b"x-should-retry") == again
-    assert b"x-should-retry" not in dict(error_headers("/v1/chat/completions", error("no")))
+async def test_whether_to_try_again(error: type[ApiError], again: bytes | None) -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    for path in (_PATH, "/v1/chat/completions"):
+        await send_error(send, error("no"), path)
+    assert dict(sent[0]["headers"]).get(b"x-should-retry") == again
+    assert b"x-should-retry" not in dict(sent[2]["headers"])

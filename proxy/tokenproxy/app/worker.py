@@ -4,6 +4,10 @@ Only the parent's second message cuts requests. A signal that a terminal or syst
 therefore counts once: the worker drains on any SIGTERM or SIGINT, as often as it comes.
 
 If the parent ends without a word (SIGKILL), the pipe closes: the worker drains at once, and ends.
+
+Each worker writes its metrics to files of prometheus_client's multi-process mode, and any worker reads the
+files of all. The files are named by the worker's number instead of its process id: a worker that is started
+again continues the counters of the one before, so sums never fall, and the number of files stays constant.
 """
 
 import asyncio
@@ -16,17 +20,25 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Metric, ProcessCollector, values
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
 
 from tokenproxy.app.server import Server, server_config
-from tokenproxy.app.workers.metrics import shared_metrics
-from tokenproxy.app.workers.supervisor import END_S, SIGNALS, STARTED, Command, Start
+from tokenproxy.app.workers import END_S, SIGNALS, STARTED, Command, Start
 from tokenproxy.monitoring.logs import configure_logs
+from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.turn.services import RunningRequests
 
 log = logging.getLogger("tokenproxy")
+
+_STATE = "tokenproxy_replica_state"
+_OLDEST = "process_start_time_seconds"
 
 
 def main() -> None:
@@ -91,3 +103,63 @@ class WorkerServer(Server):
         log.error("stopping: the parent process has ended")
         self.stop(0.0)
         self._exit()  # another parent may need the port: the rest of `stop_delay_s` is skipped
+
+
+# --- metrics
+
+
+def shared_metrics(worker: int, folder: Path) -> Metrics:
+    """Create the metrics of a worker, whose page shows the sums of all workers.
+
+    The environment variable must name the folder, and no other metrics may exist in this process.
+    """
+    # prometheus_client reads this name for each metric that it creates
+    values.ValueClass = values.MultiProcessValue(lambda: worker)  # type: ignore[no-untyped-call]
+    merged = CollectorRegistry()
+    merged.register(_MergedMetrics(folder))
+    merged.register(_Processes(folder))
+    return Metrics(shared=merged)
+
+
+class _MergedMetrics(Collector):
+    """The sums of all workers, without replicas that were removed from the fleet."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files = MultiProcessCollector(None, str(folder))  # type: ignore[no-untyped-call]
+
+    def collect(self) -> Iterator[Metric]:
+        """Read the files."""
+        metrics: list[Metric] = list(self._files.collect())  # type: ignore[no-untyped-call]
+        states = [sample for metric in metrics if metric.name == _STATE for sample in metric.samples]
+        present = {sample.labels["replica"] for sample in states if sample.value}
+        gone = {sample.labels["replica"] for sample in states} - present
+        for metric in metrics:
+            metric.samples = [sample for sample in metric.samples if sample.labels.get("replica") not in gone]
+            yield metric
+
+
+class _Processes(Collector):
+    """The sums of `process_...` over the workers and their parent; the start is that of the oldest."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def collect(self) -> Iterable[Metric]:
+        """Read them from the operating system."""
+        sums: dict[str, Metric] = {}
+        for file in self._folder.glob("*.pid"):
+            for metric in _of_process(file):
+                first = sums.setdefault(metric.name, metric)
+                if first is not metric:
+                    ours, theirs = first.samples[0], metric.samples[0]
+                    combine = min if metric.name == _OLDEST else sum
+                    first.samples[0] = ours._replace(value=combine((ours.value, theirs.value)))
+        return sums.values()
+
+
+def _of_process(file: Path) -> list[Metric]:
+    try:
+        pid = int(file.read_text())
+    except (OSError, ValueError):  # the process has just ended or started
+        return []
+    return list(ProcessCollector(pid=lambda: pid, registry=None).collect())

@@ -6,13 +6,14 @@ import pytest
 
 from tokenproxy.base.errors import Stopping
 from tokenproxy.turn.services import RunningRequests
+from tokenproxy.web.endpoint import Interruptible
 
 
 async def test_a_client_that_leaves_meanwhile_wins() -> None:
     running, entered = RunningRequests(), asyncio.Event()
 
     async def wait() -> None:
-        with running.cuttable():
+        with Interruptible(running):
             entered.set()
             await asyncio.Event().wait()
 
@@ -22,5 +23,5 @@ async def test_a_client_that_leaves_meanwhile_wins() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    with pytest.raises(Stopping), running.cuttable():
+    with pytest.raises(Stopping), Interruptible(running):
         raise AssertionError("entered")

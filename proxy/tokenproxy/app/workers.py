@@ -28,17 +28,20 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from prometheus_client.multiprocess import mark_process_dead
+
 from tokenproxy.app.start import announce
-from tokenproxy.app.workers.metrics import add_process, metrics_environment, worker_ended
 from tokenproxy.settings import Settings
 
 log = logging.getLogger("tokenproxy")
 
+FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+"""Environment variable of prometheus_client that names the folder with the metrics of all workers."""
 STEADY_S = 60.0
 """A worker that served for so long starts anew without a pause."""
 LONGEST_PAUSE_S = 30.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_PROGRAM = "import sys; sys.path[:] = {!r}; from tokenproxy.app.workers.worker import main; main()"
+_PROGRAM = "import sys; sys.path[:] = {!r}; from tokenproxy.app.worker import main; main()"
 """A worker imports from the same folders as its parent, independent of the current folder."""
 
 
@@ -153,7 +156,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
-        add_process(self._folder, "parent", os.getpid())
+        self._add_process("parent", os.getpid())
         kept = [asyncio.create_task(self._keep(1))]
         serving = asyncio.create_task(self._served.wait())
         await asyncio.wait([*kept, serving], return_when=asyncio.FIRST_COMPLETED)
@@ -199,9 +202,15 @@ class Supervisor:
                 await asyncio.wait_for(self._stopping.wait(), pause)
         return True
 
+    def _add_process(self, name: str, pid: int) -> None:
+        """Add a process to the sums of `process_...`; it replaces the earlier one of the same name."""
+        (self._folder / f"{name}.pid").write_text(str(pid))
+
     def _forget(self, number: int) -> None:
+        """Forget what a worker had in progress. Its counters stay in the sums."""
         del self._workers[number]
-        worker_ended(self._folder, number)
+        (self._folder / f"{number}.pid").unlink(missing_ok=True)
+        mark_process_dead(number, str(self._folder))  # type: ignore[no-untyped-call]
 
     async def _start(self, number: int) -> _Worker:
         ours, theirs = Pipe()
@@ -210,11 +219,11 @@ class Supervisor:
             sys.executable,
             *("-c", _PROGRAM.format(sys.path), str(theirs.fileno())),
             stdin=DEVNULL,
-            env=metrics_environment(self._folder),
+            env={**os.environ, FOLDER_VARIABLE: str(self._folder)},
             pass_fds=[theirs.fileno(), *descriptors],
         )
         theirs.close()
-        add_process(self._folder, str(number), process.pid)
+        self._add_process(str(number), process.pid)
         worker = self._workers[number] = _Worker(process, ours, self._served)
         with contextlib.suppress(OSError):  # it has ended
             ours.send(Start(number, self._settings, descriptors, self._folder))

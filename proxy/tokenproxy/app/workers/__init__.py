@@ -1,1 +1,0 @@
-"""Several processes of the proxy on one port: `tokenproxy serve --workers N`."""
