@@ -18,7 +18,7 @@ from typing import Any
 from chat_tokenizer.added_tokens import AddedTokens
 from chat_tokenizer.cache import BoundedCache, digest
 from chat_tokenizer.encoder import Encoder
-from chat_tokenizer.errors import InvalidMessages, TokenizationError
+from chat_tokenizer.errors import TokenizationError
 from chat_tokenizer.messages import Message
 from chat_tokenizer.renderer import RenderOptions
 
@@ -95,7 +95,7 @@ class Forms:
             self._seen.put(key, seen + 1)
             return self._render(messages, options)
         pattern = self._patterns.get_or_make(
-            key, lambda: self._prove(form, list(texts), list(ids.values()), options), (InvalidMessages,)
+            key, lambda: self._prove(form, list(texts), list(ids.values()), options)
         )
         if pattern is not None:
             text = pattern.filled({**texts, **{other: value for value, other in ids.items()}})
@@ -112,11 +112,7 @@ class Forms:
     def _prove(
         self, form: Sequence[Message], texts: list[str], ids: list[str], options: RenderOptions
     ) -> _Pattern | None:
-        """The rendering of a form; None if the engine does not print texts or ids as they are.
-
-        Raises:
-            InvalidMessages: the engine refuses a form that has no texts.
-        """
+        """The rendering of a form; None if the engine refuses it, or prints texts or ids in another way."""
         try:
             rendered = self._render(form, options)
             words = "|".join(map(re.escape, [*texts, *ids]))
@@ -129,10 +125,6 @@ class Forms:
                 expected = self._render(_replaced(form, _of(values), _of(values)), options)
                 if self._encoder.encode(pattern.filled(values)) != self._encoder.encode(expected):
                     return None
-        except InvalidMessages:
-            if texts:
-                return None
-            raise
         except TokenizationError:
             return None
         return pattern

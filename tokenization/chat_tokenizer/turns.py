@@ -26,7 +26,6 @@ from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported
 from chat_tokenizer.messages import Message, arguments_of
 from chat_tokenizer.new_texts import (
     Marks,
-    check_new_texts,
     has_text,
     last_text,
     unused_marks,
@@ -62,11 +61,6 @@ class Tail:
     """How the rendered turn differs from the one that was given: see `Appended.notes`."""
     foot: int = 0
     """Length of the text after the last new text, in characters: its close, and the generation prompt."""
-
-    def without_start(self, length: int) -> "Tail":
-        """The tail without its first `length` characters."""
-        last = self.text_if_last[length:] if self.text_if_last[:length] == self.text[:length] else ""
-        return replace(self, text=self.text[length:], lead=self.lead - length, text_if_last=last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +129,7 @@ def render_tail(template: Renderer, append: Append, guide: Tail | None = None) -
 
     Raises:
         InvalidMessages: the template refuses the messages in every form of the turn.
-        TemplateUnsupported: the template prints nothing of an assistant turn, or a new text not exactly once.
+        TemplateUnsupported: the template prints nothing of an assistant turn, or a marker not exactly once.
     """
     marks = unused_marks(append.context, append.new, append.options.tools, dict(append.options.kwargs))
     marked = render_marked(template, append, marks)
@@ -151,7 +145,6 @@ def render_tail(template: Renderer, append: Append, guide: Tail | None = None) -
             marked.notes,
             len(foot) if marked.text.endswith(foot) else 0,
         )
-    check_new_texts(tail.text[tail.lead : len(tail.text) - tail.foot], append.new, template.syntax.strings)
     return tail, marked
 
 
