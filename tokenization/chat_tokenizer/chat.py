@@ -26,8 +26,7 @@ from chat_tokenizer.files import load_files
 from chat_tokenizer.messages import Message, Tools, check_types
 from chat_tokenizer.proof import Proof, load_proof, proof_key, store_proof
 from chat_tokenizer.renderer import Renderer, RenderOptions
-from chat_tokenizer.template import Template
-from chat_tokenizer.traits import ContentFormat
+from chat_tokenizer.template import ContentFormat, Template
 from chat_tokenizer.turns import turn_context
 
 Unfinished = Literal["close", "continue", "reject"]

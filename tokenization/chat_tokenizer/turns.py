@@ -81,15 +81,10 @@ class Marked:
     notes: tuple[str, ...]
     """See `Tail.notes`."""
 
-    @property
-    def text(self) -> str:
-        """The text after the turn's last text, also where content is printed as a list of parts."""
-        return _without_part_closing(self.before, self.after)
-
-    @property
-    def in_call(self) -> bool:
-        """Whether the marker is in the arguments of a tool call."""
-        return self.mark in repr(self.messages[-1].get("tool_calls"))
+    text: str
+    """The text after the turn's last text, also where content is printed as a list of parts."""
+    in_call: bool
+    """Whether the marker is in the arguments of a tool call."""
 
     def agrees_with(self, unmarked: str, tail: str) -> bool:
         """Whether a rendering without the marker is equal, so that no condition depends on the marker.
@@ -131,7 +126,7 @@ def render_tail(template: Renderer, append: Append, guide: Tail | None = None) -
         InvalidMessages: the template refuses the messages in every form of the turn.
         TemplateUnsupported: the template prints nothing of an assistant turn, or a marker not exactly once.
     """
-    marks = unused_marks(append.context, append.new, append.options.tools, dict(append.options.kwargs))
+    marks = unused_marks(append)
     marked = render_marked(template, append, marks)
     same_form = guide is not None and (guide.in_call, guide.notes) == (marked.in_call, marked.notes)
     tail = _guided(guide, marked.text) if guide is not None and same_form else None
@@ -176,7 +171,7 @@ def render_marked(template: Renderer, append: Append, marks: Marks | None = None
     Raises: as `render_tail`.
     """
     if marks is None:
-        marks = unused_marks(append.context, append.new, append.options.tools, dict(append.options.kwargs))
+        marks = unused_marks(append)
     mark = marks.turn
     refusal: InvalidMessages | None = None
     for turn, replaced, notes in _marked_forms(append.turn, mark):
@@ -190,7 +185,9 @@ def render_marked(template: Renderer, append: Append, marks: Marks | None = None
         if mark in after:
             raise TemplateUnsupported("the template prints the text of a turn more than once")
         if found:
-            return Marked(marked, append.turn, mark, before, after, replaced, notes)
+            text = _without_part_closing(before, after)
+            in_call = mark in repr(turn.get("tool_calls"))
+            return Marked(marked, append.turn, mark, before, after, replaced, notes, text, in_call)
     if refusal is not None:
         raise refusal
     raise TemplateUnsupported("the template prints nothing of an assistant turn")
@@ -289,8 +286,7 @@ def _around_new_texts(template: Renderer, marked: Append, marks: Marks, text: st
 def _around(template: Renderer, marked: Append, turn: dict[str, Any], marks: Marks) -> tuple[str, str]:
     """As `_around_new_texts`, for one form of the turn."""
     words: dict[str, int] = {}
-    blank: list[str] = []
-    messages = [with_marks(message, index, marks, words, blank) for index, message in enumerate(marked.new)]
+    messages = [with_marks(message, index, marks, words) for index, message in enumerate(marked.new)]
     try:
         whole = template.text([*marked.context[:-1], turn, *messages], marked.options)
     except InvalidMessages as error:
