@@ -205,11 +205,11 @@ def encode_after_cut(
     notes = turn_tail.whole.notes + ((TURN_END_REWRITTEN,) if cut.rewritten else ())
     if not rest:
         return (), (), notes
-    before = cut.stop_text if cut.stop_text or added.start(rest) else added.text(last_id)
+    before = cut.stop_text if cut.stop_text or added.id_at(rest, 0) is not None else added.text(last_id)
     if before:
         contexts: tuple[str, ...] = (before,)
     else:
-        contexts = ("", *_CONTEXTS) if added.start(rest) else _CONTEXTS
+        contexts = ("", *_CONTEXTS) if added.id_at(rest, 0) is not None else _CONTEXTS
     ids = _encode_within_text(encoder, rest, contexts, limit)
     closing = [token.id for token in turn_tail.closing if cut.position <= token.start]
     count = _length_holding(ids, closing)

@@ -167,7 +167,7 @@ class Discovery:
         if proof is None or not self.stands_alone(new, history, options):
             return None
         in_turn = self.tail_in(append.after(turn_context(append.turn)))
-        if in_turn is None or self._holds(in_turn, append):
+        if in_turn is None or self.holds(in_turn, append):
             return None
         self.adopt(proof.demoted(new, "an audit found that earlier messages decide what is printed"))
         return self._shortest(in_turn, append)
@@ -183,7 +183,7 @@ class Discovery:
             start = 0
             while start < len(history) - 1 and time.monotonic() < until:
                 shorter = history[:start] + history[min(start + size, len(history) - 1) :]
-                if self._holds(tail, append.after(shorter)):
+                if self.holds(tail, append.after(shorter)):
                     start += size
                 else:
                     history = shorter
@@ -220,18 +220,17 @@ class Discovery:
             return replace(turn_tail, after_stop=turn_tail.after_stop or after_stop)
         if alone:
             return self._find(Append(turn_context(history[-1]), new, options))[0]
-        return self._after_history(Append(history, new, options))
-
-    def _after_history(self, append: Append) -> TurnTail:
-        """The tail after a whole history.
-
-        Mostly it is that of the turn alone. One rendering shows that if the last text occurs in it once.
-        """
-        text = self._template.text([*append.context, *append.new], append.options)
         # a reduced turn may have other syntax, but an engine is not asked for its renderings
         reduced = not self._template.syntax.complete
-        context = turn_context(append.turn) if reduced else [PLACEHOLDER_USER, append.turn]
-        in_turn = self.tail_in(append.after(context))
+        context = turn_context(history[-1]) if reduced else [PLACEHOLDER_USER, history[-1]]
+        return self._after_history(Append(history, new, options), self.tail_in(Append(context, new, options)))
+
+    def _after_history(self, append: Append, in_turn: TurnTail | None) -> TurnTail:
+        """The tail after a whole history; `in_turn` is the tail after its last turn alone, if that has one.
+
+        Mostly the two are equal. One rendering shows that if the turn's last text occurs in it once.
+        """
+        text = self._template.text([*append.context, *append.new], append.options)
         if in_turn is not None and _ends_turn(text, append.turn, in_turn):
             return in_turn
         turn_tail, marked = self._find(append, in_turn)
@@ -262,22 +261,18 @@ class Discovery:
         except TokenizationError:
             return False
 
-    def _holds(self, tail: TurnTail, append: Append) -> bool:
-        """Whether a tail is printed after a context, both with a marker in the turn and without."""
-        return self.continues_alike(tail, append) and self.ends(tail, append)
+    def holds(self, tail: TurnTail, append: Append) -> bool:
+        """Whether the same ids are appended after the whole context as after a tail, or the template refuses.
 
-    def ends(self, tail: TurnTail, append: Append) -> bool:
-        """Whether the rendering of context and new messages, without any marker, ends with turn and tail.
-
-        Also True if the template refuses the messages. Renders without a marker, because a template may test
-        the turn's text, which a marker changes.
+        Unlike `continues_alike`, this renders without a marker too, because a template may test the turn's
+        text, which a marker changes.
         """
         try:
-            text = self._template.text([*append.context, *append.new], append.options)
-            marked = render_marked(self._template, append)
-        except TokenizationError:
+            return self._after_history(append, tail).appends_as(tail)
+        except InvalidMessages:
             return True
-        return text.endswith(tail.text) and marked.agrees_with(text, tail.text)
+        except TokenizationError:
+            return False
 
     def _find(self, append: Append, guide: TurnTail | None = None) -> tuple[TurnTail, Marked]:
         """Render, and take the turn's own syntax from the tail; also returns that rendering.

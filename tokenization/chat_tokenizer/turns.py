@@ -80,7 +80,6 @@ class Marked:
     """Whether the marker is a new argument or content, not the end of an existing one."""
     notes: tuple[str, ...]
     """See `Tail.notes`."""
-
     text: str
     """The text after the turn's last text, also where content is printed as a list of parts."""
     in_call: bool
