@@ -226,11 +226,10 @@ def _encode_within_text(encoder: Encoder, text: str, contexts: Sequence[str], li
 
     Raises: as `encode_after_cut`.
     """
-    starts = {
-        tuple(ids) for context in contexts if (ids := _after(encoder, context, text[:_START])) is not None
-    }
-    if len(starts) > 1:
-        raise TemplateUnsupported(f"the ids of {text[:20]!r} depend on the text before it")
+    if len(contexts) > 1:
+        starts = [_after(encoder, context, text[:_START]) for context in contexts]
+        if len({tuple(ids) for ids in starts if ids is not None}) > 1:
+            raise TemplateUnsupported(f"the ids of {text[:20]!r} depend on the text before it")
     for context in contexts:
         if (ids := _after(encoder, context, text, limit)) is not None:
             return ids

@@ -329,7 +329,7 @@ class ChatTokenizer:
         def find(*, alone: bool) -> AppendedIds:
             turn_tail = self._discovery.turn_tail(new, history, options, alone=alone)
             known = [last_id] if last_id < self.vocab_size else []
-            last_text = b"".join(self.token_bytes(known).values()).decode(errors="replace")
+            last_text = b"".join(self._encoder.token_bytes(known).values()).decode(errors="replace")
             cut = cut_tail(turn_tail, last_id, last_text, stopped=stopped, cut_off=cut_off)
             return encode_after_cut(self._encoder, self._added, turn_tail, cut, last_id, limit)
 

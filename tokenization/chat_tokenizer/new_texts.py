@@ -4,7 +4,7 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,7 @@ class Marks:
     turn: str
     content: str
     new: str
-    """The start of the words for new texts."""
-
-    def find_new(self, text: str) -> Iterator[re.Match[str]]:
-        """The words for new texts in a text, in order, in one pass: there may be thousands of messages."""
-        return re.finditer(rf"{self.new}\d+p\d+Zq", text)
+    """The start of the words for new texts; each continues with a number, `p`, a number and `Zq`."""
 
 
 def unused_marks(append: Append) -> Marks:

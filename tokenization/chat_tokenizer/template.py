@@ -179,6 +179,10 @@ class Template:
         sources = list(template.values()) if isinstance(template, dict) else [template or ""]
         self.syntax: Syntax = join_syntaxes([read_syntax(source) for source in sources])
         """The constants and variables of its source; of all of them if there are several."""
+        parameters = inspect.signature(tokenizer.apply_chat_template).parameters.values()
+        names = {each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD}
+        self.own_arguments = frozenset(names - {"documents", "add_generation_prompt"})
+        """Names of the renderer's arguments that do not reach the template as variables; those two do."""
 
     def text(self, messages: Sequence[Message], options: RenderOptions) -> str:
         """Render messages in the form that OpenAI clients send.
@@ -255,18 +259,6 @@ class Template:
         """The time in the forms that the template prints: equal times give equal renderings."""
         time = datetime.now()
         return [time.strftime(form) for form in self.syntax.time_formats]
-
-    @cached_property
-    def own_arguments(self) -> frozenset[str]:
-        """Names of the renderer's arguments that do not reach the template as variables.
-
-        `documents` and `add_generation_prompt` are arguments too, but reach the template unchanged.
-        """
-        parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters.values()
-        names = {
-            parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD
-        }
-        return frozenset(names - {"documents", "add_generation_prompt"})
 
     def _source(self, options: RenderOptions) -> _Source:
         """The source of the template for a request: tokenizers may have several, one of them for tools."""

@@ -297,7 +297,9 @@ def _around(template: Renderer, marked: Append, turn: dict[str, Any], marks: Mar
         raise TemplateUnsupported("whether the template prints a turn depends on the text after it")
     if marks.content in after:
         raise TemplateUnsupported("the template prints what a turn begins with after its last text")
-    earlier, later = (Counter(match.group() for match in marks.find_new(text)) for text in (before, after))
+    # one pass over a text, because there may be thousands of messages
+    new = re.compile(rf"{marks.new}\d+p\d+Zq")
+    earlier, later = (Counter(new.findall(text)) for text in (before, after))
     for word, index in words.items():
         if word in earlier or later[word] != 1:
             times = earlier[word] + later[word]
@@ -307,7 +309,7 @@ def _around(template: Renderer, marked: Append, turn: dict[str, Any], marks: Mar
             )
     after = _without_part_closing(before, after)
     printed: dict[str, tuple[int, int]] = {}
-    for match in marks.find_new(after):
+    for match in new.finditer(after):
         printed.setdefault(match.group(), match.span())
     if not printed:
         return after, ""
