@@ -70,7 +70,7 @@ _FUNCTIONS: dict[str, Callable[[Past, Messages], object]] = {
 _ASKING = "append, new, history=, engine renders"
 _LOCAL = {name.format(result): call for name, call in _FUNCTIONS.items() for result in ("new", "repeated")}
 """Ways to append, by the names of their rows: a new result in each call, or a cached one."""
-_NOT_LOCAL = {f"append, {result}, history=, not local": Past.append for result in ("new", "repeated")}
+_NOT_LOCAL = {"append, new, history=, not local": Past.append}
 Times = dict[str, dict[int, list[float]]]
 """Milliseconds of each call of a row, by the length of the history."""
 

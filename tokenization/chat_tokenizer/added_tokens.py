@@ -35,10 +35,6 @@ class AddedTokens:
         found = (Token(self._ids[m.group()], m.start(), m.end()) for m in self._pattern.finditer(text))
         return tuple(token for token in found if not special or token.id in self.special_ids)
 
-    def start(self, text: str) -> bool:
-        """Whether an added token starts a text, so that it can be encoded by itself."""
-        return self._pattern.match(text) is not None
-
     def id_at(self, text: str, position: int) -> int | None:
         """The id of the added token that starts at a position, in characters; None if there is none."""
         match = self._pattern.match(text, position)

@@ -102,7 +102,7 @@ def cut_tail(turn_tail: TurnTail, last_id: int, last_text: str, *, stopped: bool
         TemplateUnsupported: a stop token ended the turn, and the template may close it with another; or a
             turn was cut off where the last id does not tell how much of it was sampled.
     """
-    tail, closing = turn_tail.tail, turn_tail.closing
+    text, closing = turn_tail.text, turn_tail.closing
     if turn_tail.after_stop and last_id != (turn_tail.own_stop and turn_tail.own_stop.id):
         raise TemplateUnsupported("the close of a turn that was cut off is not shown: give `history`")
     if not stopped and last_id in turn_tail.unclear_ids:
@@ -112,7 +112,7 @@ def cut_tail(turn_tail: TurnTail, last_id: int, last_text: str, *, stopped: bool
     opening = turn_tail.tokens if stopped and not (closing and turn_tail.own_stop) else ()
     for token in [*(turn_tail.close_tokens or turn_tail.tokens[:1]), *unclear, *opening]:
         if token.id == last_id:
-            return Cut(token.end, tail.text[token.start : token.end])
+            return Cut(token.end, text[token.start : token.end])
     if_last = turn_tail.stop_if_last
     stopped_as_last = if_last is not None and if_last.id == last_id
     stopped = stopped or stopped_as_last
@@ -120,15 +120,15 @@ def cut_tail(turn_tail: TurnTail, last_id: int, last_text: str, *, stopped: bool
     if not stopped or last_id in turn_tail.syntax_ids:
         blanks = _sampled_blanks(turn_tail, last_text)
         # words before the token of a close may belong to the calls' syntax, of which nothing is inserted
-        words = tail.text[: turn_tail.tokens[0].start if turn_tail.tokens else None].strip()
+        words = text[: turn_tail.tokens[0].start if turn_tail.tokens else None].strip()
         if (cut_off and words) or last_id in turn_tail.syntax_ids:
-            _check_sampled(turn_tail.syntax + tail.text[:blanks], last_text)
+            _check_sampled(turn_tail.syntax + text[:blanks], last_text)
         return Cut(blanks)
     if turn_tail.unclear_stop:
         raise TemplateUnsupported("which token closes a turn depends on the conversation")
     if not closing:
         return _cut_without_close(turn_tail, last_text, stopped_as_last)
-    return Cut(closing[-1].end, tail.text[closing[-1].start : closing[-1].end], rewritten=True)
+    return Cut(closing[-1].end, text[closing[-1].start : closing[-1].end], rewritten=True)
 
 
 def _cut_without_close(turn_tail: TurnTail, last_text: str, stopped_as_last: bool) -> Cut:
@@ -141,7 +141,7 @@ def _cut_without_close(turn_tail: TurnTail, last_text: str, stopped_as_last: boo
         raise TemplateUnsupported(
             "the last id does not tell whether the text before the stop token was sampled"
         )
-    if last_text and turn_tail.tail.text.startswith(last_text):
+    if last_text and turn_tail.text.startswith(last_text):
         return Cut(len(last_text))  # a stop token of the request, which is ordinary text of the template
     if turn_tail.blanks:
         raise TemplateUnsupported(
@@ -187,39 +187,29 @@ def _sampled_blanks(turn_tail: TurnTail, last_text: str) -> int:
     return len(blanks)
 
 
-def token_before(added: AddedTokens, turn_tail: TurnTail, cut: Cut, last_id: int) -> str:
-    """The added token to encode before the text after the cut, as context.
-
-    Empty if that text begins with an added token, or if ordinary text precedes it.
-    """
-    rest = turn_tail.tail.text[cut.position :]
-    if cut.stop_text or added.start(rest):
-        return cut.stop_text
-    return added.text(last_id)
-
-
 def encode_after_cut(
     encoder: Encoder,
     added: AddedTokens,
     turn_tail: TurnTail,
     cut: Cut,
-    before: str,
+    last_id: int,
     limit: Limit = NO_LIMIT,
 ) -> AppendedIds:
-    """Encode the text after the cut; `before`, the token before it, is context only and may be empty.
+    """Encode the text after the cut. The added token before it, `last_id` or a stop token, is context only.
 
     Raises:
         InvalidMessages, TooManyIds, Stopped: as `Encoder.encode`, with the limit for all that is encoded.
         TemplateUnsupported: the tokenizer would change what stands at the edge.
     """
-    rest = turn_tail.tail.text[cut.position :]
-    notes = turn_tail.tail.notes + ((TURN_END_REWRITTEN,) if cut.rewritten else ())
+    rest = turn_tail.text[cut.position :]
+    notes = turn_tail.whole.notes + ((TURN_END_REWRITTEN,) if cut.rewritten else ())
     if not rest:
         return (), (), notes
+    before = cut.stop_text if cut.stop_text or added.id_at(rest, 0) is not None else added.text(last_id)
     if before:
         contexts: tuple[str, ...] = (before,)
     else:
-        contexts = ("", *_CONTEXTS) if added.start(rest) else _CONTEXTS
+        contexts = ("", *_CONTEXTS) if added.id_at(rest, 0) is not None else _CONTEXTS
     ids = _encode_within_text(encoder, rest, contexts, limit)
     closing = [token.id for token in turn_tail.closing if cut.position <= token.start]
     count = _length_holding(ids, closing)
@@ -236,11 +226,10 @@ def _encode_within_text(encoder: Encoder, text: str, contexts: Sequence[str], li
 
     Raises: as `encode_after_cut`.
     """
-    starts = {
-        tuple(ids) for context in contexts if (ids := _after(encoder, context, text[:_START])) is not None
-    }
-    if len(starts) > 1:
-        raise TemplateUnsupported(f"the ids of {text[:20]!r} depend on the text before it")
+    if len(contexts) > 1:
+        starts = [_after(encoder, context, text[:_START]) for context in contexts]
+        if len({tuple(ids) for ids in starts if ids is not None}) > 1:
+            raise TemplateUnsupported(f"the ids of {text[:20]!r} depend on the text before it")
     for context in contexts:
         if (ids := _after(encoder, context, text, limit)) is not None:
             return ids

@@ -10,9 +10,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from chat_tokenizer.errors import InvalidMessages
 
-_MAX_ERROR_LENGTH = 4_096
-"""Characters. Errors with a longer message are not cached: a template may put any text into it."""
-
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
@@ -24,13 +21,6 @@ class CacheInfo(NamedTuple):
     misses: int
     size: int
     max_size: int
-
-
-class _Refusal(NamedTuple):
-    """An error without its traceback, whose frames would keep the arguments of the failed call alive."""
-
-    kind: type[Exception]
-    args: tuple[object, ...]
 
 
 class BoundedCache(Generic[K, V]):
@@ -46,57 +36,35 @@ class BoundedCache(Generic[K, V]):
         Large values would fill the memory, and are seldom needed twice.
         """
         self._small_enough = small_enough
-        self._entries: OrderedDict[K, V | _Refusal] = OrderedDict()
+        self._entries: OrderedDict[K, V] = OrderedDict()
         self._lock = threading.Lock()
         self._max_size = max_size
         self._hits = 0
         self._misses = 0
 
-    def get_or_make(self, key: K, make: Callable[[], V], errors: tuple[type[Exception], ...] = ()) -> V:
-        """Return the value of `key`; on a miss, call `make` and cache its result.
-
-        Errors of the types in `errors` must depend on the key alone, as values do, and are cached too: the
-        next call with this key raises a new error of the same type and arguments, without its cause. Other
-        errors are not cached.
-        """
+    def get_or_make(self, key: K, make: Callable[[], V]) -> V:
+        """Return the value of `key`; on a miss, call `make` and cache its result. Errors are not cached."""
         with self._lock:
-            found = key in self._entries
-            if found:
+            if key in self._entries:
                 self._hits += 1
                 self._entries.move_to_end(key)
-                entry = self._entries[key]
-            else:
-                self._misses += 1
-        if not found:
-            return self._make(key, make, errors)
-        if isinstance(entry, _Refusal):
-            raise entry.kind(*entry.args)
-        return entry
+                return self._entries[key]
+            self._misses += 1
+        value = make()
+        self.put(key, value)
+        return value
 
     def get(self, key: K) -> V | None:
         """Return the value of `key`, or None if it has none. Neither counts nor refreshes the entry."""
         with self._lock:
-            entry = self._entries.get(key)
-        return None if isinstance(entry, _Refusal) else entry
+            return self._entries.get(key)
 
     def put(self, key: K, value: V) -> None:
         """Store a value under `key`, if it is small enough."""
-        if self._small_enough(value):
-            self._store(key, value)
-
-    def _make(self, key: K, make: Callable[[], V], errors: tuple[type[Exception], ...]) -> V:
-        try:
-            value = make()
-        except errors as error:
-            if len(str(error)) <= _MAX_ERROR_LENGTH:
-                self._store(key, _Refusal(type(error), error.args))
-            raise
-        self.put(key, value)
-        return value
-
-    def _store(self, key: K, entry: V | _Refusal) -> None:
+        if not self._small_enough(value):
+            return
         with self._lock:
-            self._entries[key] = entry
+            self._entries[key] = value
             self._entries.move_to_end(key)
             while len(self._entries) > self._max_size:
                 self._entries.popitem(last=False)

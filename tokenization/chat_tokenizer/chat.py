@@ -16,25 +16,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from chat_tokenizer.added_tokens import AddedTokens
-from chat_tokenizer.append import (
-    Appended,
-    AppendedIds,
-    checked_last_id,
-    cut_tail,
-    encode_after_cut,
-    token_before,
-)
+from chat_tokenizer.append import Appended, AppendedIds, checked_last_id, cut_tail, encode_after_cut
 from chat_tokenizer.cache import BoundedCache, CacheInfo, digest
-from chat_tokenizer.discovery import Discovery, TurnTail
+from chat_tokenizer.discovery import Discovery
 from chat_tokenizer.encoder import NO_LIMIT, Encoder, Limit
 from chat_tokenizer.engine_renderer import EngineRenderer, Render
 from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported, TokenizerUnavailable, UnfinishedTurn
 from chat_tokenizer.files import load_files
-from chat_tokenizer.messages import Message, Tools, check_types, for_template
+from chat_tokenizer.messages import Message, Tools, check_types
 from chat_tokenizer.proof import Proof, load_proof, proof_key, store_proof
 from chat_tokenizer.renderer import Renderer, RenderOptions
-from chat_tokenizer.template import Template
-from chat_tokenizer.traits import ContentFormat
+from chat_tokenizer.template import ContentFormat, Template
+from chat_tokenizer.turns import turn_context
 
 Unfinished = Literal["close", "continue", "reject"]
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
@@ -310,29 +303,47 @@ class ChatTokenizer:
         check_types(new_messages, history, tools, template_kwargs)
         if not new_messages:
             raise InvalidMessages("must not be empty")
-        if history is not None and not _ends_with_assistant(history):
+        if history is not None and (not history or history[-1].get("role") != "assistant"):
             raise InvalidMessages("`history` must end with the assistant turn")
         options = RenderOptions(tools, add_generation_prompt, template_kwargs or {})
         self._template.refuse_merged(new_messages, history, options)
-        turn_tail = self._discovery.turn_tail(new_messages, history, options)
         is_stop = last_id in self.stop_ids or last_id == stop_reason
-        close_ids, suffix_ids, notes = self._ids_after(turn_tail, last_id, is_stop, cut_off, limit)
+        close_ids, suffix_ids, notes = self._ids_after(
+            last_id, is_stop and not cut_off, cut_off, new_messages, history, options, limit
+        )
         limit.check(len(close_ids) + len(suffix_ids))
         return Appended(prompt_ids, list(close_ids), list(suffix_ids), notes)
 
     def _ids_after(
-        self, turn_tail: TurnTail, last_id: int, is_stop: bool, cut_off: bool, limit: Limit
+        self,
+        last_id: int,
+        stopped: bool,
+        cut_off: bool,
+        new: Sequence[Message],
+        history: Sequence[Message] | None,
+        options: RenderOptions,
+        limit: Limit,
     ) -> AppendedIds:
-        """The ids of the tail after a turn, given its last id and whether that is a stop token."""
-        shown = [last_id] if last_id < self.vocab_size else []
-        last_text = b"".join(self.token_bytes(shown).values()).decode(errors="replace")
-        stopped = is_stop and not cut_off
-        cut = cut_tail(turn_tail, last_id, last_text, stopped=stopped, cut_off=cut_off)
-        before = token_before(self._added, turn_tail, cut, last_id)
-        return self._suffixes.get_or_make(
-            turn_tail.key + digest(cut.position, cut.rewritten, before),
-            lambda: encode_after_cut(self._encoder, self._added, turn_tail, cut, before, limit),
-        )
+        """The ids that new messages add after the last sampled id; see `cut_tail` for the other arguments."""
+
+        def find(*, alone: bool) -> AppendedIds:
+            turn_tail = self._discovery.turn_tail(new, history, options, alone=alone)
+            known = [last_id] if last_id < self.vocab_size else []
+            last_text = b"".join(self._encoder.token_bytes(known).values()).decode(errors="replace")
+            cut = cut_tail(turn_tail, last_id, last_text, stopped=stopped, cut_off=cut_off)
+            return encode_after_cut(self._encoder, self._added, turn_tail, cut, last_id, limit)
+
+        if not self._discovery.stands_alone(new, history, options):
+            return find(alone=False)  # not cached: a whole history is seldom rendered twice
+        turn = turn_context(history[-1]) if history is not None else None
+        key = digest(list(new), turn, options.key(), self._template.now(), last_id, stopped, cut_off)
+        try:
+            return self._suffixes.get_or_make(key, lambda: find(alone=True))
+        except (InvalidMessages, TemplateUnsupported):
+            if history is None:
+                raise
+            # a template may refuse the turn alone and accept the whole conversation
+            return find(alone=False)
 
     def reserved(self, template_kwargs: Mapping[str, Any]) -> list[str]:
         """The names in `template_kwargs` that are arguments of the renderer, not variables of the template.
@@ -401,7 +412,3 @@ class ChatTokenizer:
     def cache_info(self) -> CacheInfo:
         """Hits, misses and size of the suffix cache."""
         return self._suffixes.info()
-
-
-def _ends_with_assistant(history: Sequence[Message]) -> bool:
-    return bool(history) and for_template([history[-1]])[0]["role"] == "assistant"

@@ -7,19 +7,18 @@ tokens, which it never merges with the text around them, and the ids that end a 
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from chat_tokenizer.added_tokens import AddedTokens, Token
-from chat_tokenizer.cache import BoundedCache, digest
 from chat_tokenizer.closes import Closes, ContentClose
 from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported, TokenizationError
 from chat_tokenizer.messages import Message
-from chat_tokenizer.new_texts import has_text, last_text
+from chat_tokenizer.new_texts import check_new_texts, has_text, last_text
 from chat_tokenizer.proof import Locality, Proof, answers_calls, prove, tried_values, with_thinking
 from chat_tokenizer.renderer import Append, Renderer, RenderOptions
 from chat_tokenizer.turns import (
+    PLACEHOLDER_USER,
     Marked,
     Tail,
     placeholder_context,
@@ -36,12 +35,10 @@ _LATER_ROLES = frozenset({"user", "assistant", "tool"})
 class TurnTail:
     """The tail of a turn without the turn's own syntax. It does not depend on the ids before it."""
 
-    key: bytes
-    """The cache key: a digest of all that the tail depends on."""
     whole: Tail
     """The tail from the turn's own syntax on."""
-    tail: Tail
-    """The tail from the close of the turn on."""
+    text: str
+    """The text from the close of the turn on."""
     tokens: tuple[Token, ...]
     """The special tokens in the lead of the tail, in order."""
     closing: tuple[Token, ...]
@@ -69,18 +66,17 @@ class TurnTail:
     @property
     def syntax(self) -> str:
         """The turn's own syntax after the model's last text, such as `"}}\n</tool_call>`; mostly empty."""
-        return self.whole.text[: len(self.whole.text) - len(self.tail.text)]
+        return self.whole.text[: len(self.whole.text) - len(self.text)]
 
     @property
     def blanks(self) -> str:
         """The white space after a turn's calls; empty for turns without calls."""
-        text = self.tail.text
-        return text[: len(text) - len(text.lstrip())] if self.whole.in_call else ""
+        return self.text[: len(self.text) - len(self.text.lstrip())] if self.whole.in_call else ""
 
     def appends_as(self, other: "TurnTail") -> bool:
         """Whether the same ids are appended after every sampled id."""
         mine, others = (
-            (each.tail.text, each.blanks, each.tokens, each.close_tokens, each.closing, each.after_stop)
+            (each.text, each.blanks, each.tokens, each.close_tokens, each.closing, each.after_stop)
             for each in (self, other)
         )
         return mine == others
@@ -90,7 +86,7 @@ class TurnTail:
         mine, others = self.own_stop, other.own_stop
         if mine is None or others is None or self.unclear_stop or other.unclear_stop:
             return False
-        return mine.id == others.id and self.tail.text[mine.end :] == other.tail.text[others.end :]
+        return mine.id == others.id and self.text[mine.end :] == other.text[others.end :]
 
 
 class Discovery:
@@ -101,9 +97,6 @@ class Discovery:
         self.closes = Closes(template, added)
         self._template = template
         self._added = added
-        self._tails: BoundedCache[bytes, TurnTail] = BoundedCache(
-            1024, lambda turn_tail: len(turn_tail.tail.text) <= 16_384
-        )
         self._proving = threading.Lock()
         self._changing = threading.Lock()
 
@@ -126,12 +119,19 @@ class Discovery:
         # a system message may be merged into the first one
         return self._template.syntax.complete or all(message.get("role") in _LATER_ROLES for message in new)
 
-    def _answered(self, append: Append) -> bool:
-        """Whether the call of each new result is known: it may be one of the turn, or of a new message.
-
-        Without a source, a renderer may look for the call of any other result in earlier messages.
-        """
-        return self._template.syntax.complete or answers_calls(append.turn, append.new)
+    def stands_alone(
+        self, new: Sequence[Message], history: Sequence[Message] | None, options: RenderOptions
+    ) -> bool:
+        """Whether it is proved that the turn stands for all before it; any turn, without a history."""
+        if history is None:
+            locality = self.prove().locality(new)
+            return locality in (Locality.NEW, Locality.NEW_AFTER_STOP) and self._tried(options)
+        turn = history[-1]
+        # a marker makes a turn without text another one, which only the whole rendering shows
+        if not self.is_local(new, options) or not (turn.get("tool_calls") or has_text(turn.get("content"))):
+            return False
+        # without a source, a renderer may look for the call of any other result in earlier messages
+        return self._template.syntax.complete or answers_calls(turn, new)
 
     def _tried(self, options: RenderOptions) -> bool:
         """Whether the proof tested these options: at most one argument that is read, and its value.
@@ -151,7 +151,9 @@ class Discovery:
             return False
         if not options.add_generation_prompt and (read or not syntax.complete):
             return False
-        return all(_is_in(value, tried_values(syntax, name)) for name, value in read.items())
+        # 1 is not True
+        tried = {name: [(type(each), each) for each in tried_values(syntax, name)] for name in read}
+        return all((type(value), value) in tried[name] for name, value in read.items())
 
     def refutation(
         self, new: Sequence[Message], history: Sequence[Message], options: RenderOptions
@@ -162,10 +164,10 @@ class Discovery:
         for messages like the new ones.
         """
         proof, append = self.proof, Append(history, new, options)
-        if proof is None or not self.is_local(new, options) or not self._answered(append):
+        if proof is None or not self.stands_alone(new, history, options):
             return None
         in_turn = self.tail_in(append.after(turn_context(append.turn)))
-        if in_turn is None or self._holds(in_turn, append):
+        if in_turn is None or self.holds(in_turn, append):
             return None
         self.adopt(proof.demoted(new, "an audit found that earlier messages decide what is printed"))
         return self._shortest(in_turn, append)
@@ -181,7 +183,7 @@ class Discovery:
             start = 0
             while start < len(history) - 1 and time.monotonic() < until:
                 shorter = history[:start] + history[min(start + size, len(history) - 1) :]
-                if self._holds(tail, append.after(shorter)):
+                if self.holds(tail, append.after(shorter)):
                     start += size
                 else:
                     history = shorter
@@ -189,70 +191,62 @@ class Discovery:
         return history
 
     def turn_tail(
-        self, new: Sequence[Message], history: Sequence[Message] | None, options: RenderOptions
+        self,
+        new: Sequence[Message],
+        history: Sequence[Message] | None,
+        options: RenderOptions,
+        *,
+        alone: bool,
     ) -> TurnTail:
-        """The tail of the last turn of `history`, from the shortest context that is proved to suffice.
+        """The tail of the last turn of `history`.
 
         Without a history, it is the tail of a placeholder turn that the new messages could follow.
+
+        Args:
+            alone: whether the turn stands alone; otherwise the whole history is rendered.
 
         Raises: as `ChatTokenizer.append`.
         """
         if history is None:
-            return self._tail_after_any_turn(new, options)
-        alone = Append(turn_context(history[-1]), new, options)
-        in_turn = None
-        # a template may refuse the turn alone and accept the whole conversation
-        with suppress(TokenizationError):
-            in_turn = self._cached(alone, lambda key: self._find(key, alone)[0])
-        turn = history[-1]
-        # a marker makes a turn without text another one, which only the whole rendering shows
-        written = bool(turn.get("tool_calls")) or has_text(turn.get("content"))
-        if in_turn is not None and written and self.is_local(new, options) and self._answered(alone):
-            return in_turn
-        append = alone.after(list(history))
-        return self._cached(append, lambda key: self._after_history(key, append, in_turn))
+            # first, because if the template refuses the new messages themselves, its own error is more useful
+            turn_tail, _ = self._find(Append(placeholder_context(new), new, options))
+            proof = self.prove()
+            if not alone:
+                raise TemplateUnsupported(
+                    "what the template prints after a turn may depend on earlier messages: give `history` "
+                    f"({proof.reason})"
+                )
+            after_stop = proof.locality(new) is Locality.NEW_AFTER_STOP
+            return replace(turn_tail, after_stop=turn_tail.after_stop or after_stop)
+        if alone:
+            return self._find(Append(turn_context(history[-1]), new, options))[0]
+        # a reduced turn may have other syntax, but an engine is not asked for its renderings
+        reduced = not self._template.syntax.complete
+        context = turn_context(history[-1]) if reduced else [PLACEHOLDER_USER, history[-1]]
+        return self._after_history(Append(history, new, options), self.tail_in(Append(context, new, options)))
 
-    def _cached(self, append: Append, find: Callable[[bytes], TurnTail]) -> TurnTail:
-        """The tail that `find` returns for a key; tails and refusals are cached."""
-        key = digest(list(append.new), append.context, append.options.key(), self._template.now())
-        return self._tails.get_or_make(key, lambda: find(key), (TokenizationError,))
-
-    def _after_history(self, key: bytes, append: Append, in_turn: TurnTail | None) -> TurnTail:
-        """The tail after a whole history; `in_turn` is the tail after its last turn alone.
+    def _after_history(self, append: Append, in_turn: TurnTail | None) -> TurnTail:
+        """The tail after a whole history; `in_turn` is the tail after its last turn alone, if that has one.
 
         Mostly the two are equal. One rendering shows that if the turn's last text occurs in it once.
         """
         text = self._template.text([*append.context, *append.new], append.options)
-        start = _end_of_turn(text, append.turn, in_turn) if in_turn is not None else None
-        if in_turn is not None and start is not None and text[start:] == in_turn.tail.text:
-            return replace(in_turn, key=key)
-        turn_tail, marked = self._find(key, append, in_turn)
-        if not marked.agrees_with(text, turn_tail.tail.text):
+        if in_turn is not None and _ends_turn(text, append.turn, in_turn):
+            return in_turn
+        turn_tail, marked = self._find(append, in_turn)
+        if not marked.agrees_with(text, turn_tail.text):
             # the marker may stand for a text that the turn lacks: then only its stop token and the rest agree
             stop = turn_tail.own_stop
-            rest = turn_tail.tail.text[stop.start :] if stop else ""
+            rest = turn_tail.text[stop.start :] if stop else ""
             if rest and text.endswith(rest) and marked.before.startswith(text.removesuffix(rest)):
                 return replace(turn_tail, after_stop=True)
             raise TemplateUnsupported("what the template prints after a turn depends on the text of the turn")
         return turn_tail
 
-    def _tail_after_any_turn(self, new: Sequence[Message], options: RenderOptions) -> TurnTail:
-        proof = self.prove()
-        append = Append(placeholder_context(new), new, options)
-        # first, because if the template refuses the new messages themselves, its own error is more useful
-        turn_tail = self._cached(append, lambda key: self._find(key, append)[0])
-        locality = proof.locality(new)
-        if locality not in (Locality.NEW, Locality.NEW_AFTER_STOP) or not self._tried(options):
-            raise TemplateUnsupported(
-                "what the template prints after a turn may depend on earlier messages: give `history` "
-                f"({proof.reason})"
-            )
-        return replace(turn_tail, after_stop=turn_tail.after_stop or locality is Locality.NEW_AFTER_STOP)
-
     def tail_in(self, append: Append) -> TurnTail | None:
         """The tail of the turn; None if the template refuses the messages."""
         try:
-            return self._find(b"", append)[0]
+            return self._find(append)[0]
         except TokenizationError:
             return None
 
@@ -261,41 +255,39 @@ class Discovery:
         try:
             if render_marked(self._template, append).text == tail.whole.text:
                 return True
-            return self._find(b"", append)[0].appends_as(tail)
+            return self._find(append)[0].appends_as(tail)
         except InvalidMessages:
             return True
         except TokenizationError:
             return False
 
-    def _holds(self, tail: TurnTail, append: Append) -> bool:
-        """Whether a tail is printed after a context, both with a marker in the turn and without."""
-        return self.continues_alike(tail, append) and self.ends(tail, append)
+    def holds(self, tail: TurnTail, append: Append) -> bool:
+        """Whether the same ids are appended after the whole context as after a tail, or the template refuses.
 
-    def ends(self, tail: TurnTail, append: Append) -> bool:
-        """Whether the rendering of context and new messages, without any marker, ends with turn and tail.
-
-        Also True if the template refuses the messages. Renders without a marker, because a template may test
-        the turn's text, which a marker changes.
+        Unlike `continues_alike`, this renders without a marker too, because a template may test the turn's
+        text, which a marker changes.
         """
         try:
-            text = self._template.text([*append.context, *append.new], append.options)
-            marked = render_marked(self._template, append)
-        except TokenizationError:
+            return self._after_history(append, tail).appends_as(tail)
+        except InvalidMessages:
             return True
-        return text.endswith(tail.tail.text) and marked.agrees_with(text, tail.tail.text)
+        except TokenizationError:
+            return False
 
-    def _find(self, key: bytes, append: Append, guide: TurnTail | None = None) -> tuple[TurnTail, Marked]:
+    def _find(self, append: Append, guide: TurnTail | None = None) -> tuple[TurnTail, Marked]:
         """Render, and take the turn's own syntax from the tail; also returns that rendering.
 
         Args:
             guide: the tail of the same turn in a smaller context.
         """
         whole, marked = render_tail(self._template, append, guide.whole if guide else None)
-        return self._without_syntax(key, whole, append.options), marked
+        return self._without_syntax(whole, append), marked
 
-    def _without_syntax(self, key: bytes, whole: Tail, options: RenderOptions) -> TurnTail:
-        """Take the turn's own syntax from a tail, and find the tokens that close the turn."""
-        close = self.closes.of_content(options)
+    def _without_syntax(self, whole: Tail, append: Append) -> TurnTail:
+        """Check that a tail holds the new texts, take the turn's own syntax from it, and find its close."""
+        new_texts = whole.text[whole.lead : len(whole.text) - whole.foot]
+        check_new_texts(new_texts, append.new, self._template.syntax.strings)
+        close = self.closes.of_content(append.options)
         # the token that closes a turn may open the next message too: only the close is searched
         start, end, closers, shown = 0, len(close.text), close.closers, True
         if not whole.text[: whole.lead].startswith(close.text):
@@ -303,8 +295,10 @@ class Discovery:
             end = next((token.end for token in found if token.id == close.stop), whole.lead)
         if whole.in_call:
             start, end, closers, shown = self.closes.of_call(whole, close)
-        tail = whole.without_start(start)
-        lead = tail.text[: tail.lead]
+        text, lead = whole.text[start:], whole.text[start : whole.lead]
+        if_last = whole.text_if_last.removeprefix(whole.text[:start])
+        if len(if_last) + start != len(whole.text_if_last):
+            if_last = ""
         tokens = self._added.find(lead, special=True)
         closing = tuple(token for token in tokens if token.id in closers and token.end <= end - start)
         closing, unclear_stop = self._with_later_stops(tokens, closing, close, whole.in_call)
@@ -318,35 +312,32 @@ class Discovery:
         if not closing:
             own_stop = next((token for token in tokens[:1] if token.id in stops), None)
         return TurnTail(
-            key,
             whole,
-            tail,
+            text,
             tokens,
             closing,
             close_tokens,
-            self._stop_if_last(tail, last),
+            self._stop_if_last(lead, if_last, last),
             unclear_stop,
             own_stop,
-            self._unclear_ids(tail, close_tokens, syntax),
+            self._unclear_ids(text, lead, close_tokens, syntax),
             syntax,
             not shown,
         )
 
     def _unclear_ids(
-        self, tail: Tail, close_tokens: tuple[Token, ...], syntax: frozenset[int]
+        self, text: str, lead: str, close_tokens: tuple[Token, ...], syntax: frozenset[int]
     ) -> frozenset[int]:
         """See `TurnTail.unclear_ids`."""
         # the tail may end with the prompt of the next turn, which the prompt of this turn resembles
-        elsewhere = syntax | {self.closes.last_of_prompt, self._added.id_at_end(tail.text)}
+        elsewhere = syntax | {self.closes.last_of_prompt, self._added.id_at_end(text)}
         times = Counter(token.id for token in close_tokens)
         unclear = {token for token, count in times.items() if count > 1 or token in elsewhere}
-        lead = tail.text[: tail.lead]
         first = self._added.id_at(lead, len(lead) - len(lead.lstrip()))
         return frozenset(unclear if first is None or first in times else unclear | {first})
 
-    def _stop_if_last(self, tail: Tail, last: Token | None) -> Token | None:
+    def _stop_if_last(self, lead: str, if_last: str, last: Token | None) -> Token | None:
         """See `TurnTail.stop_if_last`; `last` is the last token that closes it where messages follow."""
-        lead, if_last = tail.text[: tail.lead], tail.text_if_last
         start = last.start if last else self._added.shared(lead, if_last)
         stop = self._added.id_at(if_last, start)
         stops = self._added.special_ids - {last.id} if last else self._added.stop_ids
@@ -379,19 +370,13 @@ class Discovery:
         return closing, None
 
 
-def _end_of_turn(text: str, turn: Message, turn_tail: TurnTail) -> int | None:
-    """Where the last turn ends in a rendering; None if its last text and close are not found there.
+def _ends_turn(text: str, turn: Message, turn_tail: TurnTail) -> bool:
+    """Whether a rendering ends with the turn's last text and this tail.
 
-    It is the first position where they are found. If an earlier turn is equal, the text after it is longer
-    than the tail, and the caller renders with a marker.
+    That is the first position where the text and its close are found. If an earlier turn is equal, the text
+    after it is longer than the tail, and the caller renders with a marker.
     """
-    end = last_text(turn).strip()
-    closing = turn_tail.closing
-    close = turn_tail.tail.text[: closing[-1].end if closing else 0]
-    start = text.find(end + turn_tail.syntax + close)
-    return start + len(end) + len(turn_tail.syntax) if end and start >= 0 else None
-
-
-def _is_in(value: object, values: list[object]) -> bool:
-    """Whether a value is one of these; 1 is not True."""
-    return any(type(value) is type(other) and value == other for other in values)
+    written = last_text(turn).strip()
+    close = turn_tail.text[: turn_tail.closing[-1].end if turn_tail.closing else 0]
+    start = text.find(written + turn_tail.syntax + close)
+    return bool(written) and start >= 0 and text[start + len(written) :] == turn_tail.whole.text

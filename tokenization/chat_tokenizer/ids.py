@@ -43,8 +43,11 @@ def check(raw: bytes) -> int:
     """
     rest = raw.translate(None, _ARRAY_BYTES)
     if rest == b"[]":
-        # `[]` and `[7]` have no comma
-        count = _commas(raw) + 1
+        if len(raw) < _NUMPY_FROM_BYTES:
+            commas = raw.count(b",")  # stops at each comma
+        else:
+            commas = int(np.count_nonzero(np.frombuffer(raw, np.uint8) == _COMMA))
+        count = commas + 1  # `[]` and `[7]` have no comma
         if count == 1 and not raw.strip(b"[] \t\r\n"):
             raise InvalidIds("must not be empty")
         return count
@@ -109,13 +112,6 @@ def count_compact(raw: bytes) -> int:
         if not (ends | digits).all() or (ends[1:] & ends[:-1]).any() or leading_zeros.any():
             return 0
     return commas + 1
-
-
-def _commas(raw: bytes) -> int:
-    # `bytes.count` stops at each comma
-    if len(raw) < _NUMPY_FROM_BYTES:
-        return raw.count(b",")
-    return int(np.count_nonzero(np.frombuffer(raw, np.uint8) == _COMMA))
 
 
 def _problem(raw: bytes, rest: bytes) -> str:

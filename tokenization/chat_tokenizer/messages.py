@@ -65,7 +65,7 @@ def for_template(
     If the template does not support the role `developer`, a conversation that has such a message gets all of
     its system and developer messages merged into one system message at the start. The result then has other
     positions than `messages`, and a new message may change the start of the rendering instead of its end; so
-    an append calls `changes_start` first. Otherwise each message keeps its position.
+    `Template.refuse_merged` refuses it. Otherwise each message keeps its position.
 
     Args:
         parts: convert content to a list of parts (content format "openai"); otherwise to one text, its parts
@@ -79,21 +79,6 @@ def for_template(
     if not developer and any(message["role"] == "developer" for message in converted):
         return _merge_system(converted)
     return converted
-
-
-def changes_start(new: Sequence[Message], history: Sequence[Message] | None) -> bool:
-    """Whether new messages are merged into the first message, for templates without the role `developer`.
-
-    Args:
-        new: the messages after `history`.
-        history: None if not available; it then counts as one without a developer message.
-    """
-    roles = [message.get("role") for message in new if isinstance(message, Mapping)]
-    if "developer" in roles or "system" not in roles:
-        return "developer" in roles
-    return any(
-        isinstance(message, Mapping) and message.get("role") == "developer" for message in history or []
-    )
 
 
 def _convert(message: Message, index: int, parts: bool) -> dict[str, Any]:

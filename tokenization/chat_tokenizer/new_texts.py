@@ -4,46 +4,35 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from chat_tokenizer.cache import serialized
 from chat_tokenizer.errors import TemplateUnsupported
 from chat_tokenizer.messages import Message, arguments_of, for_template
+from chat_tokenizer.renderer import Append
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Creates words that occur in none of the arguments, to find where they are inserted."""
+    """Words that occur in none of the arguments, to find where they are inserted."""
 
-    nonce: str
-
-    @property
-    def turn(self) -> str:
-        return f"qZ{self.nonce}assistantZq"
-
-    @property
-    def content(self) -> str:
-        return f"qZ{self.nonce}contentZq"
-
-    def new(self, index: int, part: int) -> str:
-        return f"qZ{self.nonce}new{index}p{part}Zq"
-
-    def find_new(self, text: str) -> Iterator[re.Match[str]]:
-        """The words of `new` in a text, in order: one pass, because there may be thousands of messages."""
-        return re.finditer(rf"qZ{self.nonce}new\d+p\d+Zq", text)
+    turn: str
+    content: str
+    new: str
+    """The start of the words for new texts; each continues with a number, `p`, a number and `Zq`."""
 
 
-def unused_marks(*arguments: object) -> Marks:
-    """Create words that occur in none of the arguments and are random, so that no client can predict them.
+def unused_marks(append: Append) -> Marks:
+    """Create words that occur in no message and option, and are random, so that no client can predict them.
 
     They are mostly the same ones, so that conversations that differ in nothing else are equal.
     """
-    source, nonce = serialized(arguments), _NONCE
+    source, nonce = serialized((append.context, append.new, append.options.key())), _NONCE
     while nonce.encode() in source:
         nonce = _new_nonce()
-    return Marks(nonce)
+    return Marks(f"qZ{nonce}assistantZq", f"qZ{nonce}contentZq", f"qZ{nonce}new")
 
 
 def _new_nonce() -> str:
@@ -53,24 +42,20 @@ def _new_nonce() -> str:
 _NONCE = _new_nonce()
 
 
-def with_marks(
-    message: Message, index: int, marks: Marks, words: dict[str, int], blank: list[str]
-) -> dict[str, Any]:
+def with_marks(message: Message, index: int, marks: Marks, words: dict[str, int]) -> dict[str, Any]:
     """A new message with a marker for each text.
 
-    Adds to `words` each marker that must be printed exactly once, with the index of its message, and to
-    `blank` each that stands for white space.
+    Adds to `words` each marker that must be printed exactly once, with the index of its message: all but
+    those that stand for white space.
     """
 
     def mark(part: int, text: object) -> object:
         # templates test whether a turn with calls has a content too
         if not isinstance(text, str) or (not text and message.get("tool_calls")):
             return text
-        word = marks.new(index, part)
+        word = f"{marks.new}{index}p{part}Zq"
         if text.strip():
             words[word] = index
-        else:
-            blank.append(word)
         return word
 
     marked = dict(message)

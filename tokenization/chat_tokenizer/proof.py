@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from chat_tokenizer.discovery import Discovery, TurnTail
 
 log = logging.getLogger("tokenproxy")
-PROOF_VERSION = 6
+PROOF_VERSION = 7
 """Part of the key of a stored proof. Raise it when the proof changes."""
 MAX_SECONDS = 30.0
 """CPU time in seconds after which a template counts as not local. Most proofs take less than 1 s."""
@@ -176,7 +176,7 @@ class _Prover:
                     locality = Locality.NEW_AFTER_STOP if after_stop else Locality.TURN
                     self._refute(locality, "the last turn decides", history, step, options)
             # without a marker too, because tails are found with a marker in the turn
-            if in_turn is not None and not tails.ends(in_turn, append):
+            if in_turn is not None and not tails.holds(in_turn, append):
                 self._refute(Locality.HISTORY, "the text of the turn decides", history, step, options)
         in_turn = self._in_turn[key]
         if in_turn is None:

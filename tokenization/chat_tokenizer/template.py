@@ -8,17 +8,156 @@ depends on the template's source only, and is determined once for each template.
 import inspect
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, TypeGuard
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from chat_tokenizer.cache import BoundedCache
 from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported
-from chat_tokenizer.messages import Message, changes_start, for_template, tools_for_template
+from chat_tokenizer.messages import Message, for_template, tools_for_template
 from chat_tokenizer.renderer import RenderOptions
-from chat_tokenizer.syntax import Syntax, join_syntaxes, read_syntax
-from chat_tokenizer.traits import ContentFormat, Traits, read_traits, takes_later_system
+from chat_tokenizer.syntax import Syntax, join_syntaxes, parse_source, read_syntax
+
+ContentFormat = Literal["string", "openai"]
+_FAILURES = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The source of a template, and the form of messages for it, which vLLM reads from the source."""
+
+    text: str
+    content_format: ContentFormat
+    """"openai" is a list of parts, for templates that loop over a message's content; "string" is one text."""
+    developer: bool
+    """Whether it supports the role `developer`: its source holds the quoted word."""
+
+
+def takes_later_system(source: str) -> bool:
+    """Whether the template renders a system message after the first message; not if it fails.
+
+    vLLM's route for Anthropic's messages (vllm/entrypoints/anthropic/serving.py) renders such a conversation
+    with the source alone: variables of the tokenizer and functions of its renderer are undefined there.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    conversation = [{"role": role, "content": "t"} for role in ("system", "user") * 2]
+    try:
+        environment.from_string(source).render(messages=conversation, add_generation_prompt=False)
+    except _FAILURES:
+        return False
+    return True
+
+
+def detect_content_format(source: str) -> ContentFormat:
+    """The format that vLLM detects for a template; "string" if the template has a syntax error.
+
+    vLLM (`_detect_content_format` in vllm/renderers/hf.py) follows names alone, and no scopes.
+    """
+    try:
+        return "openai" if _loops_over_content(parse_source(source)) else "string"
+    except (TemplateError, RecursionError, _Unfollowed):
+        return "string"
+
+
+class _Unfollowed(Exception):
+    """The messages are bound to something else than a name, such as `ns.rest`: vLLM gives up here."""
+
+
+def _loops_over_content(tree: nodes.Template) -> bool:
+    """Whether the first loop over content binds a name.
+
+    Loops over content are `for part in message.content`, `for part in content` outside of macros, and loops
+    in macros over a parameter that some call passes a message's content for.
+    """
+    messages = _message_names(tree)
+    parameters = _content_parameters(tree, messages)
+    in_macros = {id(loop) for macro in tree.find_all(nodes.Macro) for loop in macro.find_all(nodes.For)}
+    for loop in tree.find_all(nodes.For):
+        over_content = _is_content_of(loop.iter, messages)
+        if not over_content and isinstance(loop.iter, nodes.Name):
+            name = loop.iter.name
+            over_content = name in parameters.get(id(loop), ()) or (
+                name == "content" and id(loop) not in in_macros
+            )
+        if over_content:
+            return bool(_bound_name(loop.target))
+    return False
+
+
+def _message_names(tree: nodes.Template) -> set[str]:
+    """The names that loops over `messages`, or over a variable that holds some of them, give to a message."""
+    lists, pending = {"messages"}, ["messages"]
+    while pending:
+        name = pending.pop()
+        for assignment in tree.find_all(nodes.Assign):
+            if _is_name(_unwrapped(assignment.node), [name]):
+                target = _bound_name(assignment.target)
+                if target not in lists:
+                    lists.add(target)
+                    pending.append(target)
+    loops = (loop for loop in tree.find_all(nodes.For) if _is_name(_unwrapped(loop.iter), lists))
+    return {_bound_name(loop.target) for loop in loops}
+
+
+def _content_parameters(tree: nodes.Template, messages: Collection[str]) -> dict[int, set[str]]:
+    """For each loop in a macro, by the id of its node: parameters of the macro that receive content."""
+    parameters: dict[int, set[str]] = {}
+    calls = [call for call in tree.find_all(nodes.Call) if isinstance(call.node, nodes.Name)]
+    for macro in tree.find_all(nodes.Macro):
+        names = [parameter.name for parameter in macro.args]
+        receiving = {
+            name
+            for call in calls
+            if isinstance(call.node, nodes.Name) and call.node.name == macro.name
+            for name, value in _arguments(call, names)
+            if _is_content_of(value, messages)
+        }
+        if receiving:
+            parameters.update((id(loop), receiving) for loop in macro.find_all(nodes.For))
+    return parameters
+
+
+def _arguments(call: nodes.Call, names: list[str]) -> Iterator[tuple[str, nodes.Expr]]:
+    """The arguments of a call that are passed for the parameters `names`."""
+    yield from zip(names, call.args, strict=False)
+    yield from ((keyword.key, keyword.value) for keyword in call.kwargs if keyword.key in names)
+
+
+def _bound_name(target: nodes.Node) -> str:
+    if not isinstance(target, nodes.Name):
+        raise _Unfollowed
+    return target.name
+
+
+def _is_content_of(node: nodes.Node, messages: Collection[str]) -> bool:
+    """Whether an expression is `message.content`, `message["content"]`, or a filter, test or slice of it."""
+    unwrapped = _unwrapped(node)
+    if isinstance(unwrapped, nodes.Getattr):
+        return unwrapped.attr == "content" and _is_name(unwrapped.node, messages)
+    if isinstance(unwrapped, nodes.Getitem) and isinstance(unwrapped.arg, nodes.Const):
+        return bool(unwrapped.arg.value == "content") and _is_name(unwrapped.node, messages)
+    return False
+
+
+def _is_name(node: nodes.Node | None, names: Collection[str]) -> TypeGuard[nodes.Name]:
+    return isinstance(node, nodes.Name) and node.ctx == "load" and node.name in names
+
+
+def _unwrapped(node: nodes.Node | None) -> nodes.Node | None:
+    """An expression without the filters, tests and slices around it."""
+    while isinstance(node, nodes.Filter | nodes.Test) or (
+        isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
+    ):
+        node = node.node
+    return node
 
 
 class Template:
@@ -34,8 +173,16 @@ class Template:
         self._tokenizer = tokenizer
         self._content_format = content_format
         self._defaults = dict(defaults or {})
-        self._traits: BoundedCache[str, Traits] = BoundedCache(8)
+        self._sources: BoundedCache[str, _Source] = BoundedCache(8)
         self._lock = threading.Lock()
+        template = tokenizer.chat_template
+        sources = list(template.values()) if isinstance(template, dict) else [template or ""]
+        self.syntax: Syntax = join_syntaxes([read_syntax(source) for source in sources])
+        """The constants and variables of its source; of all of them if there are several."""
+        parameters = inspect.signature(tokenizer.apply_chat_template).parameters.values()
+        names = {each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD}
+        self.own_arguments = frozenset(names - {"documents", "add_generation_prompt"})
+        """Names of the renderer's arguments that do not reach the template as variables; those two do."""
 
     def text(self, messages: Sequence[Message], options: RenderOptions) -> str:
         """Render messages in the form that OpenAI clients send.
@@ -44,9 +191,8 @@ class Template:
             InvalidMessages: a message is malformed, the template refuses it, or it fails on it.
         """
         source = self._source(options)
-        traits = self.traits(source)
         converted = for_template(
-            messages, parts=traits.content_format == "openai", developer=traits.developer
+            messages, parts=source.content_format == "openai", developer=source.developer
         )
         # vLLM leaves out arguments that are null or "auto", so that the server's defaults apply
         given = {
@@ -56,12 +202,18 @@ class Template:
         arguments = {
             **self._defaults,
             **given,
-            "chat_template": source,
+            "chat_template": source.text,
             "tools": tools_for_template(options.tools),
             "add_generation_prompt": options.add_generation_prompt,
             "tokenize": False,
         }
-        return self._render(converted, arguments)
+        try:
+            # the Jinja environment of transformers is not documented as thread-safe
+            with self._lock:
+                text: str = self._tokenizer.apply_chat_template(converted, **arguments)
+        except Exception as error:  # the boundary: a template is a program, and may raise anything
+            raise InvalidMessages(_reason(error)) from error
+        return text
 
     def refuse_merged(
         self, new: Sequence[Message], history: Sequence[Message] | None, options: RenderOptions
@@ -72,22 +224,17 @@ class Template:
             TemplateUnsupported: a new message changes the start of the rendering.
             InvalidMessages: the tokenizer has no template to render the messages with.
         """
-        if changes_start(new, history) and not self.traits(self._source(options)).developer:
+        roles = [message.get("role") for message in new]
+        merged = "developer" in roles
+        if "system" in roles and not merged:
+            # a history with a developer message has all of its system messages merged
+            earlier = (message for message in history or () if isinstance(message, Mapping))
+            merged = any(message.get("role") == "developer" for message in earlier)
+        if merged and not self._source(options).developer:
             raise TemplateUnsupported(
                 "the template does not know the role `developer`, so the engine merges system and developer "
                 "messages into the first message, and none can be appended: send it as a user message"
             )
-
-    def traits(self, source: str) -> Traits:
-        """The form of messages that the engine reads from the source of a template."""
-        return self._traits.get_or_make(source, lambda: read_traits(source, self._content_format))
-
-    @cached_property
-    def syntax(self) -> Syntax:
-        """The constants and variables of its source; of all of them if there are several."""
-        template = self._tokenizer.chat_template
-        sources = list(template.values()) if isinstance(template, dict) else [template]
-        return join_syntaxes([read_syntax(source) for source in sources])
 
     @cached_property
     def identity(self) -> bytes:
@@ -103,7 +250,7 @@ class Template:
     def takes_later_system(self) -> bool:
         """Whether the templates for requests with and without tools take later system messages."""
         try:
-            sources = self._source(RenderOptions()), self._source(RenderOptions([{}]))
+            sources = [self._source(RenderOptions(tools)).text for tools in (None, [dict[str, Any]()])]
         except InvalidMessages:
             return False
         return all(map(takes_later_system, sources))
@@ -113,19 +260,7 @@ class Template:
         time = datetime.now()
         return [time.strftime(form) for form in self.syntax.time_formats]
 
-    @cached_property
-    def own_arguments(self) -> frozenset[str]:
-        """Names of the renderer's arguments that do not reach the template as variables.
-
-        `documents` and `add_generation_prompt` are arguments too, but reach the template unchanged.
-        """
-        parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters.values()
-        names = {
-            parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD
-        }
-        return frozenset(names - {"documents", "add_generation_prompt"})
-
-    def _source(self, options: RenderOptions) -> str:
+    def _source(self, options: RenderOptions) -> _Source:
         """The source of the template for a request: tokenizers may have several, one of them for tools."""
         try:
             source = self._tokenizer.get_chat_template(
@@ -135,22 +270,14 @@ class Template:
             raise InvalidMessages(f"the tokenizer has no chat template for the messages: {error}") from error
         if not isinstance(source, str):
             raise InvalidMessages("the template argument `chat_template` must be a string")
-        return source
-
-    def _render(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
-        try:
-            # the Jinja environment of transformers is not documented as thread-safe
-            with self._lock:
-                text: str = self._tokenizer.apply_chat_template(messages, **arguments)
-        except Exception as error:  # the boundary: a template is a program, and may raise anything
-            raise InvalidMessages(_reason(error)) from error
-        return text
+        developer = '"developer"' in source or "'developer'" in source
+        return self._sources.get_or_make(
+            source, lambda: _Source(source, self._content_format or detect_content_format(source), developer)
+        )
 
 
 def _reason(error: Exception) -> str:
     """The error message for a template that failed."""
-    from jinja2 import TemplateError, TemplateSyntaxError
-
     if isinstance(error, TemplateSyntaxError):
         return f"the chat template cannot be compiled: line {error.lineno}: {error.message}"
     if isinstance(error, TemplateError):

@@ -26,7 +26,6 @@ from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported
 from chat_tokenizer.messages import Message, arguments_of
 from chat_tokenizer.new_texts import (
     Marks,
-    check_new_texts,
     has_text,
     last_text,
     unused_marks,
@@ -63,11 +62,6 @@ class Tail:
     foot: int = 0
     """Length of the text after the last new text, in characters: its close, and the generation prompt."""
 
-    def without_start(self, length: int) -> "Tail":
-        """The tail without its first `length` characters."""
-        last = self.text_if_last[length:] if self.text_if_last[:length] == self.text[:length] else ""
-        return replace(self, text=self.text[length:], lead=self.lead - length, text_if_last=last)
-
 
 @dataclass(frozen=True, slots=True)
 class Marked:
@@ -86,16 +80,10 @@ class Marked:
     """Whether the marker is a new argument or content, not the end of an existing one."""
     notes: tuple[str, ...]
     """See `Tail.notes`."""
-
-    @property
-    def text(self) -> str:
-        """The text after the turn's last text, also where content is printed as a list of parts."""
-        return _without_part_closing(self.before, self.after)
-
-    @property
-    def in_call(self) -> bool:
-        """Whether the marker is in the arguments of a tool call."""
-        return self.mark in repr(self.messages[-1].get("tool_calls"))
+    text: str
+    """The text after the turn's last text, also where content is printed as a list of parts."""
+    in_call: bool
+    """Whether the marker is in the arguments of a tool call."""
 
     def agrees_with(self, unmarked: str, tail: str) -> bool:
         """Whether a rendering without the marker is equal, so that no condition depends on the marker.
@@ -135,9 +123,9 @@ def render_tail(template: Renderer, append: Append, guide: Tail | None = None) -
 
     Raises:
         InvalidMessages: the template refuses the messages in every form of the turn.
-        TemplateUnsupported: the template prints nothing of an assistant turn, or a new text not exactly once.
+        TemplateUnsupported: the template prints nothing of an assistant turn, or a marker not exactly once.
     """
-    marks = unused_marks(append.context, append.new, append.options.tools, dict(append.options.kwargs))
+    marks = unused_marks(append)
     marked = render_marked(template, append, marks)
     same_form = guide is not None and (guide.in_call, guide.notes) == (marked.in_call, marked.notes)
     tail = _guided(guide, marked.text) if guide is not None and same_form else None
@@ -151,7 +139,6 @@ def render_tail(template: Renderer, append: Append, guide: Tail | None = None) -
             marked.notes,
             len(foot) if marked.text.endswith(foot) else 0,
         )
-    check_new_texts(tail.text[tail.lead : len(tail.text) - tail.foot], append.new, template.syntax.strings)
     return tail, marked
 
 
@@ -183,7 +170,7 @@ def render_marked(template: Renderer, append: Append, marks: Marks | None = None
     Raises: as `render_tail`.
     """
     if marks is None:
-        marks = unused_marks(append.context, append.new, append.options.tools, dict(append.options.kwargs))
+        marks = unused_marks(append)
     mark = marks.turn
     refusal: InvalidMessages | None = None
     for turn, replaced, notes in _marked_forms(append.turn, mark):
@@ -197,7 +184,9 @@ def render_marked(template: Renderer, append: Append, marks: Marks | None = None
         if mark in after:
             raise TemplateUnsupported("the template prints the text of a turn more than once")
         if found:
-            return Marked(marked, append.turn, mark, before, after, replaced, notes)
+            text = _without_part_closing(before, after)
+            in_call = mark in repr(turn.get("tool_calls"))
+            return Marked(marked, append.turn, mark, before, after, replaced, notes, text, in_call)
     if refusal is not None:
         raise refusal
     raise TemplateUnsupported("the template prints nothing of an assistant turn")
@@ -296,8 +285,7 @@ def _around_new_texts(template: Renderer, marked: Append, marks: Marks, text: st
 def _around(template: Renderer, marked: Append, turn: dict[str, Any], marks: Marks) -> tuple[str, str]:
     """As `_around_new_texts`, for one form of the turn."""
     words: dict[str, int] = {}
-    blank: list[str] = []
-    messages = [with_marks(message, index, marks, words, blank) for index, message in enumerate(marked.new)]
+    messages = [with_marks(message, index, marks, words) for index, message in enumerate(marked.new)]
     try:
         whole = template.text([*marked.context[:-1], turn, *messages], marked.options)
     except InvalidMessages as error:
@@ -309,7 +297,9 @@ def _around(template: Renderer, marked: Append, turn: dict[str, Any], marks: Mar
         raise TemplateUnsupported("whether the template prints a turn depends on the text after it")
     if marks.content in after:
         raise TemplateUnsupported("the template prints what a turn begins with after its last text")
-    earlier, later = (Counter(match.group() for match in marks.find_new(text)) for text in (before, after))
+    # one pass over a text, because there may be thousands of messages
+    new = re.compile(rf"{marks.new}\d+p\d+Zq")
+    earlier, later = (Counter(new.findall(text)) for text in (before, after))
     for word, index in words.items():
         if word in earlier or later[word] != 1:
             times = earlier[word] + later[word]
@@ -319,7 +309,7 @@ def _around(template: Renderer, marked: Append, turn: dict[str, Any], marks: Mar
             )
     after = _without_part_closing(before, after)
     printed: dict[str, tuple[int, int]] = {}
-    for match in marks.find_new(after):
+    for match in new.finditer(after):
         printed.setdefault(match.group(), match.span())
     if not printed:
         return after, ""

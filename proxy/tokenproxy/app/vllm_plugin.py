@@ -18,7 +18,7 @@ from typing import Any
 from fastapi import FastAPI
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from chat_tokenizer.traits import ContentFormat
+from chat_tokenizer.template import ContentFormat
 from tokenproxy.app.app import add_to_lifespan, check_settings, make_services, running
 from tokenproxy.base.errors import EngineUnavailable
 from tokenproxy.base.request import EngineRoute

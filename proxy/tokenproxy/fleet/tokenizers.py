@@ -23,7 +23,7 @@ from chat_tokenizer.cache import digest
 from chat_tokenizer.files import is_here
 from chat_tokenizer.messages import Message
 from chat_tokenizer.renderer import RenderOptions
-from chat_tokenizer.traits import ContentFormat
+from chat_tokenizer.template import ContentFormat
 from tokenproxy.base.errors import ApiError, RendererUnavailable, Unsupported
 from tokenproxy.engine.discovery import Model
 from tokenproxy.engine.protocol import Engine

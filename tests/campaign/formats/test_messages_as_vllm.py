@@ -9,7 +9,7 @@ import pytest
 
 from chat_tokenizer import InvalidMessages
 from chat_tokenizer.check import load_for_check
-from chat_tokenizer.traits import takes_later_system
+from chat_tokenizer.template import takes_later_system
 from tests.support.message_shapes import SHAPES, assistant, user
 from tests.support.templates.families import template_files
 from tests.unit.formats.messages.test_conversation import CASES as CONVERSATIONS

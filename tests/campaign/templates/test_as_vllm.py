@@ -15,7 +15,7 @@ import pytest
 
 from chat_tokenizer import ChatTokenizer, InvalidMessages
 from chat_tokenizer.check import load_for_check
-from chat_tokenizer.traits import detect_content_format
+from chat_tokenizer.template import detect_content_format
 from tests.support.templates.corpus import FOLDER, corpus, sample
 from tests.support.templates.families import template_files
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -105,8 +104,8 @@ def test_cache_key_covers_all_arguments(fresh: ChatTokenizer, difference: dict[s
         fresh.append([1], _USER)
         fresh.append([1], **{"new_messages": _USER, **difference})
     assert (fresh.cache_info().hits, fresh.cache_info().misses) == (2, 2)
-    # not the prompt, except whether it ends with the stop token
-    appended = [fresh.append(prompt, _USER) for prompt in ([300] * 1000, [5, END])]
+    # not the prompt, except its last id
+    appended = [fresh.append(prompt, _USER) for prompt in ([300] * 1000 + [1], [5, END])]
     assert appended[0].suffix_ids == appended[1].suffix_ids
     assert (fresh.cache_info().hits, fresh.cache_info().misses) == (3, 3)
 
@@ -133,15 +132,10 @@ def test_cache_key_covers_all_arguments(fresh: ChatTokenizer, difference: dict[s
         ),
     ],
 )
-def test_refused_append_has_a_reason_and_repeated_renders_nothing(
-    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, template: str, history: Any, error: str
-) -> None:
+def test_refused_append_has_a_reason(tiny_model: TinyModel, template: str, history: Any, error: str) -> None:
     tokenizer = ChatTokenizer.load(tiny_model.folder, template)
-    for _ in range(2):
-        with pytest.raises((TemplateUnsupported, InvalidMessages), match=error):
-            tokenizer.append([300], [_result("a", "sun")], history=history)
-        never = Mock(side_effect=AssertionError("rendered"))
-        monkeypatch.setattr(tokenizer._tokenizer, "apply_chat_template", never)
+    with pytest.raises((TemplateUnsupported, InvalidMessages), match=error):
+        tokenizer.append([300], [_result("a", "sun")], history=history)
 
 
 def test_properties_of_a_tokenizer(tokenizer: ChatTokenizer, tiny_model: TinyModel) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from chat_tokenizer import ChatTokenizer, InvalidMessages, TemplateUnsupported
+from chat_tokenizer import ChatTokenizer, TemplateUnsupported
 from chat_tokenizer.messages import Message
 from chat_tokenizer.renderer import RenderOptions
 from chat_tokenizer.turns import PLACEHOLDER_USER
@@ -151,15 +151,6 @@ def test_engine_is_not_asked_where_it_prints_new_texts_as_they_are(printed: str,
     assert [asked(number, f'\n{{"t": {number}.50}} ') for number in range(4, 6)] == [asks, asks]
     # the text of a special token, and no text
     assert asked(6, "<|end|>") and asked(7, " \n")
-
-
-def test_form_that_the_engine_refuses_is_refused_without_it() -> None:
-    engine = _Engine("{% for m in messages %}{{ m.content }}{% endfor %}{{ messages[2].content }}")
-    tokenizer = _asking(engine)
-    for _ in range(2):
-        with pytest.raises(InvalidMessages):
-            tokenizer.text([PLACEHOLDER_USER, _ANSWERED])
-    assert len(engine.rendered) == 1
 
 
 def test_text_without_the_engines_ids_is_refused(engine: _Engine, tokenizer: ChatTokenizer) -> None:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers
 
-from chat_tokenizer import pieces
-from chat_tokenizer.pieces import Cutter, read_description
+from chat_tokenizer import encoder
+from chat_tokenizer.encoder import Cutter, read_description
 from tests.support.templates.vocabularies import VOCABULARIES, byte_level
 
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -62,7 +62,7 @@ def _cutter(tokenizer: Tokenizer) -> Cutter:
 
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE", 3)
+    monkeypatch.setattr(encoder, "PIECE", 3)
 
 
 _TEXTS = st.lists(

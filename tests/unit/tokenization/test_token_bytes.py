@@ -7,9 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
-from chat_tokenizer.encoder import Encoder
-from chat_tokenizer.pieces import read_description
-from chat_tokenizer.token_bytes import TokenBytes
+from chat_tokenizer.encoder import Encoder, TokenBytes, read_description
 from tests.support.templates.vocabularies import VOCABULARIES
 
 _PARTS = st.sampled_from(

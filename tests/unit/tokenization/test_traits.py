@@ -1,6 +1,6 @@
 import pytest
 
-from chat_tokenizer.traits import ContentFormat, detect_content_format
+from chat_tokenizer.template import ContentFormat, detect_content_format
 
 _MACRO = "{% macro show(text) %}{% for part in text %}{{ part.text }}{% endfor %}{% endmacro %}"
 
