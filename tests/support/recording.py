@@ -15,12 +15,11 @@ from tokenproxy.record.claims import Claims, Pins
 from tokenproxy.record.completion import Completion, SampledChoice
 from tokenproxy.record.encoders import EncoderPool
 from tokenproxy.record.identity import Scope, scope_parts
-from tokenproxy.record.index import IndexedTurn
 from tokenproxy.record.match import Match, Matcher
 from tokenproxy.record.plan import Placement, PromptPlan
 from tokenproxy.record.recorder import NewTurn, new_turns
 from tokenproxy.record.store import Limits, Session, session_id
-from tokenproxy.record.turn import new_id
+from tokenproxy.record.turn import IndexedTurn, new_id
 from tokenproxy.record.vocabulary import Source
 from tokenproxy.store.sqlite import SqliteStore
 

@@ -26,8 +26,7 @@ from chat_tokenizer.canonical import NO_DEFAULTS, ArgumentDefaults, extend, star
 from tokenproxy.base.fields import values_in
 from tokenproxy.base.media import media_kind
 from tokenproxy.base.request import Rendering
-from tokenproxy.record.index import IndexEntry
-from tokenproxy.record.turn import Turn
+from tokenproxy.record.turn import IndexEntry, Turn
 from tokenproxy.record.vocabulary import Reason
 
 CHANGED = (

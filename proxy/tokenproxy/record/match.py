@@ -35,9 +35,8 @@ from tokenproxy.record.identity import (
     whole_key,
 )
 from tokenproxy.record.images import same_images
-from tokenproxy.record.index import FOUND_AT_MOST, NOTHING, CandidateGroup, Found
 from tokenproxy.record.store import Store, StoreError, session_id
-from tokenproxy.record.turn import PromptImage, Turn
+from tokenproxy.record.turn import FOUND_AT_MOST, NOTHING, CandidateGroup, Found, PromptImage, Turn
 from tokenproxy.record.vocabulary import Reason
 
 _LOOKUPS = (1, 64, 1024)

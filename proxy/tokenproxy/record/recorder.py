@@ -21,15 +21,16 @@ from tokenproxy.monitoring.exchange import running_exchange, span
 from tokenproxy.record.cache import CachedTurn, cached_turn, hash_ids
 from tokenproxy.record.claims import Claims
 from tokenproxy.record.completion import UNCHANGED, Completion, SampledChoice, untrainable_reason
+from tokenproxy.record.echo import other_forms
 from tokenproxy.record.encoders import WORTH_A_THREAD_BYTES
 from tokenproxy.record.identity import ParsedMessage, ids_entries, text_entries
 from tokenproxy.record.images import name_by_digest, placed_by_engine
-from tokenproxy.record.index import IndexedTurn, IndexEntry
 from tokenproxy.record.origin import origin_of
 from tokenproxy.record.plan import Placement, PromptPlan
-from tokenproxy.record.sent_back import other_forms
 from tokenproxy.record.store import FULL, StoreError
 from tokenproxy.record.turn import (
+    IndexedTurn,
+    IndexEntry,
     PromptImage,
     Turn,
     pack_alternatives,

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple, ParamSpec, Pr
 
 import msgspec
 
-from tokenproxy.record.index import Found, IndexedTurn
-from tokenproxy.record.turn import Turn
+from tokenproxy.record.turn import Found, IndexedTurn, Turn
 from tokenproxy.record.vocabulary import Cause
 
 if TYPE_CHECKING:

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tokenproxy.monitoring.metrics import Metrics
-from tokenproxy.record.index import Candidate, IndexedTurn, IndexEntry
 from tokenproxy.record.store import DOCUMENTS, FULL, RecordRefused, Session, Store, StoreError
-from tokenproxy.record.turn import Turn
+from tokenproxy.record.turn import Candidate, IndexedTurn, IndexEntry, Turn
 
 log = logging.getLogger("tokenproxy")
 

@@ -24,7 +24,6 @@ from typing import Any, ParamSpec, TypeVar
 from msgspec.structs import replace
 
 from tokenproxy.monitoring.metrics import Metrics
-from tokenproxy.record.index import NOTHING, Found, IndexedTurn
 from tokenproxy.record.store import (
     DESCRIPTION,
     DOCUMENTS,
@@ -40,7 +39,7 @@ from tokenproxy.record.store import (
     StoreUnusable,
 )
 from tokenproxy.record.store_time import BACKGROUND_S, StoreTime, running_store_time, within
-from tokenproxy.record.turn import Turn
+from tokenproxy.record.turn import NOTHING, Found, IndexedTurn, Turn
 from tokenproxy.store.backlog import Backlog
 from tokenproxy.store.health import StoreHealth
 from tokenproxy.store.packed import complete_path, fill_prompts

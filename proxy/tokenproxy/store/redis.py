@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tokenproxy.record.index import Candidate, CandidateGroup, Found, IndexedTurn
 from tokenproxy.record.store import (
     DESCRIPTION,
     LAST_POSITION,
@@ -30,7 +29,7 @@ from tokenproxy.record.store import (
     StoreUnusable,
     Unreadable,
 )
-from tokenproxy.record.turn import Turn, request_time
+from tokenproxy.record.turn import Candidate, CandidateGroup, Found, IndexedTurn, Turn, request_time
 from tokenproxy.record.vocabulary import Cause
 from tokenproxy.store import redis_scripts as scripts
 from tokenproxy.store.eviction import Eviction
@@ -47,8 +46,7 @@ from tokenproxy.store.packed import (
     unpack_turns,
     unpack_values,
 )
-from tokenproxy.store.redis_servers import Call, RedisServers
-from tokenproxy.store.redis_urls import read_redis_url
+from tokenproxy.store.redis_servers import Call, RedisServers, read_redis_url
 
 T = TypeVar("T")
 

@@ -31,8 +31,8 @@ they use. That matters while a cluster moves the slot to another server: part of
 command with several keys that are on neither is refused (`TRYAGAIN`) until the slot has moved.
 """
 
-from tokenproxy.record.index import FOUND_AT_MOST
 from tokenproxy.record.store import LAST_POSITION, LATEST_S, MOST_BYTES
+from tokenproxy.record.turn import FOUND_AT_MOST
 
 PREFIX = b"tokenproxy:"
 SESSIONS = PREFIX + b"{sessions}:"

@@ -7,9 +7,8 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from tokenproxy.record.index import Found, IndexedTurn
 from tokenproxy.record.store import DESCRIPTION, Before, Evicted, FeedPage, Limits, Session, Unreadable
-from tokenproxy.record.turn import Turn
+from tokenproxy.record.turn import Found, IndexedTurn, Turn
 from tokenproxy.record.vocabulary import Cause
 from tokenproxy.store import sqlite_tables as tables
 from tokenproxy.store.eviction import Eviction

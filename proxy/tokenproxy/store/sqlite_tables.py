@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 from msgspec.structs import asdict
 
-from tokenproxy.record.index import FOUND_AT_MOST, Candidate, CandidateGroup, Found, IndexedTurn, IndexEntry
 from tokenproxy.record.store import (
     DAMAGED,
     DESCRIPTION,
@@ -27,7 +26,15 @@ from tokenproxy.record.store import (
     StoreUnusable,
     Unreadable,
 )
-from tokenproxy.record.turn import request_time
+from tokenproxy.record.turn import (
+    FOUND_AT_MOST,
+    Candidate,
+    CandidateGroup,
+    Found,
+    IndexedTurn,
+    IndexEntry,
+    request_time,
+)
 from tokenproxy.store.packed import is_damaged, pack_entries, text, unpack_entries
 
 SCHEMA_VERSION = 6
