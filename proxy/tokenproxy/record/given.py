@@ -28,7 +28,7 @@ from tokenproxy.record.claims import Claims
 from tokenproxy.record.identity import Conversation
 from tokenproxy.record.images import ImageRef, NotLoadable, expand_images, refs_in, same_images
 from tokenproxy.record.match import Match
-from tokenproxy.record.plan import Placement, PromptPlan, ServedModel, place, place_nowhere
+from tokenproxy.record.plan import PromptPlan, ServedModel, place, place_nowhere
 from tokenproxy.record.planner import UNREADABLE, Planner
 from tokenproxy.record.turn import PromptImage, unpack_ids
 from tokenproxy.record.vocabulary import Reason, Source
@@ -63,9 +63,9 @@ class GivenPrompt:
             whole = await self.append(given)
             source, reason, prompt, appended = Source.EXTENDED, None, whole.prompt, whole.appended
             images = (*images, *whole.images)
-        return PromptPlan(
+        return replace(
+            await self._place(prompt, claims, images),
             source=source,
-            placement=await self._place(prompt, claims, images),
             reason=reason,
             prompt=prompt,
             reused=given.count,
@@ -79,9 +79,9 @@ class GivenPrompt:
         Args:
             prompt: the whole prompt as a compact JSON array.
         """
-        return PromptPlan(
+        return replace(
+            await self._place(prompt, claims),
             source=Source.GIVEN,
-            placement=await self._place(prompt, claims),
             reason=Reason.PREFIX_GIVEN,
             prompt=prompt,
             reused=prefix,
@@ -150,7 +150,7 @@ class GivenPrompt:
         except TokenizationError as error:
             raise BadRequest(f"`{_APPEND}`: {error}", param=_APPEND) from error
 
-    async def _place(self, prompt: bytes, claims: Claims, images: Sequence[PromptImage] = ()) -> Placement:
+    async def _place(self, prompt: bytes, claims: Claims, images: Sequence[PromptImage] = ()) -> PromptPlan:
         """Find where to record the turn of a request with given ids.
 
         It is recorded in its session, else in the rollout that its messages continue, else in a new rollout
@@ -180,9 +180,9 @@ class GivenPrompt:
                 lambda turn: turn.begins(prompt) and same_images(turn.images, images[: len(turn.images)]),
             )
             proved = await self._proves(conversation, match, prompt)
-        placement = place(request, model, scope, conversation, match)
+        plan = place(request, model, scope, conversation, match)
         parent, first_new = match.turn, match.end + 1
-        if parent is not None and parent.rollout != placement.session.id:
+        if parent is not None and parent.rollout != plan.session.id:
             parent = None
         if parent is None:
             known = images if model.images else None
@@ -193,7 +193,7 @@ class GivenPrompt:
             parent = turns[0] if turns else None
             first_new = conversation.ends[0] + 1 if whole and conversation.ends else 0
         return replace(
-            placement,
+            plan,
             parent=parent,
             first_new=first_new if parent else 0,
             findable=proved,

@@ -20,7 +20,7 @@ from chat_tokenizer.canonical import NO_DEFAULTS, ArgumentDefaults, argument_def
 from chat_tokenizer.errors import TooManyIds
 from chat_tokenizer.placeholders import PlaceholdersDiffer
 from tokenproxy.base.errors import RendererUnavailable
-from tokenproxy.base.request import ChatRequest, GivenIds, Rendering, ThinkingPolicy
+from tokenproxy.base.request import ChatRequest, Rendering, ThinkingPolicy
 from tokenproxy.record.appending import (
     Appender,
     Continuation,
@@ -36,7 +36,7 @@ from tokenproxy.record.encoders import WORTH_A_THREAD_BYTES
 from tokenproxy.record.identity import Conversation, Scope, scope_parts
 from tokenproxy.record.images import ImageModel, NotLoadable, refs_in
 from tokenproxy.record.match import Match, Matcher
-from tokenproxy.record.plan import Placement, PromptPlan, ServedModel, place, place_nowhere
+from tokenproxy.record.plan import PromptPlan, ServedModel, place, place_nowhere
 from tokenproxy.record.store import StoreError
 from tokenproxy.record.store_time import add_store_time
 from tokenproxy.record.turn import new_id
@@ -87,25 +87,24 @@ class Planner:
         try:
             conversation, scope = await self.identify(request, request.messages, model)
         except UNREADABLE:
-            placement = place_nowhere(request, model)
-            return PromptPlan(source=Source.RENDERED, placement=placement, reason=Reason.UNREADABLE)
+            return replace(place_nowhere(request, model), reason=Reason.UNREADABLE)
         match = await self.matcher.match(request, conversation, scope, claims)
-        placement = place(request, model, scope, conversation, match)
+        plan = place(request, model, scope, conversation, match)
         refusal: Reason | None = None
         if request.token_route:
             refusal = Reason.NO_IDS
         elif request.special == Reason.IDS_GIVEN:
             # the engine reads them from the request itself
-            return PromptPlan(source=Source.GIVEN, placement=placement, reason=Reason.IDS_GIVEN)
+            return replace(plan, source=Source.GIVEN, reason=Reason.IDS_GIVEN)
         elif match.reason is not Reason.FIRST_TURN:
             refusal = _must_render(request, conversation, match.turn, model)
         if refusal is None and match.turn is not None:
-            extended = await self._extend(placement, conversation, match.turn, model)
+            extended = await self._extend(plan, conversation, match.turn, model)
             if isinstance(extended, PromptPlan):
                 return extended
             refusal = extended
-        plan = PromptPlan(source=Source.RENDERED, placement=placement, reason=refusal or match.reason)
-        if conversation.media and model.images is not None and placement.conversation is not None:
+        plan = replace(plan, reason=refusal) if refusal is not None else plan
+        if conversation.media and model.images is not None and plan.conversation is not None:
             return await self._with_images(plan, conversation, model.images)
         return plan
 
@@ -157,7 +156,7 @@ class Planner:
         return replace(plan, rendered_images=images, placeholder=model.placeholder)
 
     async def _extend(
-        self, placement: Placement, conversation: Conversation, turn: CachedTurn, model: ServedModel
+        self, plan: PromptPlan, conversation: Conversation, turn: CachedTurn, model: ServedModel
     ) -> PromptPlan | Reason:
         """Extend recorded ids with the template's suffix; the reason to render if the suffix is not certain.
 
@@ -165,7 +164,7 @@ class Planner:
             BadRequest: the prompt is longer than the context, and `renders_overflow` is off; or an image is
                 invalid.
         """
-        request, match, tokenizer = placement.request, placement.match, model.tokenizer
+        request, match, tokenizer = plan.request, plan.match, model.tokenizer
         assert tokenizer is not None  # checked by the caller
         first, whole = match.end + 1, model.max_model_len
         if whole is not None and self.renders_overflow:
@@ -202,12 +201,12 @@ class Planner:
             return Reason.MEDIA
         except RendererUnavailable:
             return Reason.RENDERER_UNAVAILABLE
-        if turn.rollout == placement.session.id:
-            placement = replace(placement, parent=turn, first_new=first)
-        return PromptPlan(
+        same = turn.rollout == plan.session.id
+        return replace(
+            plan,
+            parent=turn if same else None,
+            first_new=first if same else 0,
             source=Source.EXTENDED,
-            placement=placement,
-            reason=match.reason,
             prompt=made.prompt,
             reused=turn.count,
             appended=made.appended,
@@ -241,11 +240,18 @@ class Planner:
                 except StoreError as error:
                     responds = False  # the other prompts do not wait for it
                     error.report(self.matcher.metrics, "turns are recorded without the ones before them")
-            placement = place(request, model, scope, conversation, match)
-            same = match.turn is not None and match.turn.rollout == placement.session.id
-            placement = replace(placement, turn_id=request_id, parent=match.turn if same else None)
-            plans.append(_plan_prompt(request, placement, given, prompt))
-        existing = {each.placement.session.id for each in plans if not each.placement.new_rollout}
+            plan = place(request, model, scope, conversation, match)
+            same = match.turn is not None and match.turn.rollout == plan.session.id
+            plan = replace(plan, turn_id=request_id, parent=match.turn if same else None)
+            if given is not None and prompt:
+                plan = replace(plan, source=Source.GIVEN, reason=Reason.IDS_GIVEN)
+                plan = replace(plan, prompt=prompt, reused=given.count)
+            elif request.special or given is not None:
+                plan = replace(plan, reason=Reason.SPECIAL_REQUEST)
+            else:
+                plan = replace(plan, reason=Reason.MEDIA if request.prompt_media else Reason.TEXT_PROMPT)
+            plans.append(plan)
+        existing = {each.session.id for each in plans if not each.new_rollout}
         for rollout in existing if request.record else ():
             if not await claims.pin(rollout):
                 break
@@ -259,19 +265,6 @@ def _read(
     tools = rendering.parse_tools() if b'"default"' in rendering.tools else None
     parts = scope_parts(rendering, rendered_fields, name, fingerprint)
     return parts, argument_defaults(tools) if tools else NO_DEFAULTS
-
-
-def _plan_prompt(
-    request: ChatRequest, placement: Placement, given: GivenIds | None, prompt: bytes
-) -> PromptPlan:
-    """The plan of a prompt without messages; `prompt` is empty if the engine makes its ids."""
-    if given is not None and prompt:
-        plan = PromptPlan(source=Source.GIVEN, placement=placement, reason=Reason.IDS_GIVEN)
-        return replace(plan, prompt=prompt, reused=given.count)
-    reason = Reason.MEDIA if request.prompt_media else Reason.TEXT_PROMPT
-    if request.special or given is not None:
-        reason = Reason.SPECIAL_REQUEST
-    return PromptPlan(source=Source.RENDERED, placement=placement, reason=reason)
 
 
 def _must_render(

@@ -5,8 +5,8 @@
     tokenproxy:turn:TURN           string: the rollout of a turn
     tokenproxy:{s/ROLLOUT}:turns   hash: turn to packed turn
     tokenproxy:{s/ROLLOUT}:entries hash: turn to its parent, prompt_turn and index entries, as `pack_parts`
-    tokenproxy:{s/ROLLOUT}:state   hash: turn to `continued`, or to `claimed` and until when; `bytes`: of its turns;
-                                   `sampled`: number of their sampled ids
+    tokenproxy:{s/ROLLOUT}:state   hash: turn to `continued`, or to `claimed` and until when; `bytes` and
+                                   `sampled`: of its turns, and the number of their sampled ids
     tokenproxy:{v/SPACE}:values    hash: name to packed value
     tokenproxy:{v/SPACE}:expiry    sorted set: names by the time when they expire
     tokenproxy:{v/SPACE}:bytes     string: bytes of the values
