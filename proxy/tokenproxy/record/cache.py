@@ -77,11 +77,6 @@ class Recalled(NamedTuple):
     """The bytes of `data` up to each of them."""
     history: _History | None = None
 
-    @property
-    def new_bytes(self) -> int:
-        """Bytes of the messages that are to be parsed."""
-        return len(self.data) - (self.ends[-1] if self.ends else 0)
-
 
 class IdChain:
     """The ids of turns that continue each other, held once: those of the last begin with all others."""

@@ -25,7 +25,7 @@ from tokenproxy.record.appending import (
     too_long,
 )
 from tokenproxy.record.claims import Claims
-from tokenproxy.record.identity import Conversation
+from tokenproxy.record.identity import Conversation, LazyMessages
 from tokenproxy.record.images import ImageRef, NotLoadable, expand_images, refs_in, same_images
 from tokenproxy.record.match import Match
 from tokenproxy.record.plan import PromptPlan, ServedModel, place, place_nowhere
@@ -206,7 +206,7 @@ class GivenPrompt:
         tokenizer, rendering, turn = model.tokenizer, request.rendering, match.turn
         if tokenizer is None or conversation.media or not request.findable:
             return False
-        if turn is None and conversation.holds_assistant:
+        if turn is None and (conversation.ends or conversation.ends_with_assistant):
             return False  # its earlier turns were sampled elsewhere: a rendering proves nothing about them
         stop = Event()
         # stop at more ids than the prompt has: they cannot be equal
@@ -217,7 +217,7 @@ class GivenPrompt:
             new = conversation.parse(first)
             try:
                 if turn is not None:
-                    history = conversation.history(first)
+                    history = LazyMessages(conversation.raws[:first])
                     appended = suffix(tokenizer, turn.ids, turn, new, rendering, history, limit)
                     return ids.join(turn.ids, appended) == prompt
                 rendered = tokenizer.render(new, limit=limit, **rendering.parsed())

@@ -40,14 +40,6 @@ class ServedModel(msgspec.Struct, frozen=True):
     max_model_len: int | None = None
     """The most ids of prompt and completion together; None if the engine does not report it."""
 
-    @property
-    def no_tokenizer(self) -> Reason | None:
-        """The reason to render if there is no tokenizer."""
-        if self.tokenizer is not None:
-            return None
-        code = self.tokenizer_error.code if self.tokenizer_error else None
-        return Reason(code) if code in set(Reason) else Reason.NO_TOKENIZER
-
 
 class PromptPlan(msgspec.Struct, frozen=True, kw_only=True):
     """How the prompt of a request is made, and where its turn is recorded."""

@@ -33,7 +33,7 @@ from tokenproxy.record.appending import (
 from tokenproxy.record.cache import CachedTurn
 from tokenproxy.record.claims import Claims
 from tokenproxy.record.encoders import WORTH_A_THREAD_BYTES
-from tokenproxy.record.identity import Conversation, Scope, scope_parts
+from tokenproxy.record.identity import Conversation, LazyMessages, Scope, scope_parts
 from tokenproxy.record.images import ImageModel, NotLoadable, refs_in
 from tokenproxy.record.match import Match, Matcher
 from tokenproxy.record.plan import PromptPlan, ServedModel, place, place_nowhere
@@ -121,7 +121,8 @@ class Planner:
         cache, run = self.matcher.cache, self.matcher.encoders.run
         recall = partial(cache.recall, messages, defaults)
         recalled = recall() if len(messages) < _RECALLED_ON_THREAD_BYTES else await run(recall, len(messages))
-        parse, size = partial(cache.parse, recalled), recalled.new_bytes
+        parse = partial(cache.parse, recalled)
+        size = len(recalled.data) - (recalled.ends[-1] if recalled.ends else 0)
         conversation = parse() if size < WORTH_A_THREAD_BYTES else await run(parse, size)
         return conversation, Scope(request.tenant, session, name, parts)
 
@@ -176,7 +177,7 @@ class Planner:
             turn,
             "messages",
             first,
-            lambda: (conversation.parse(first), conversation.history(first)),
+            lambda: (conversation.parse(first), LazyMessages(conversation.raws[:first])),
             any(message.media for message in conversation.messages[first:]),
             conversation.size(first),
         )
@@ -281,7 +282,8 @@ def _must_render(
     if request.special:
         refused = Reason(request.special)
     if refused is not None or model.tokenizer is None:
-        return refused or model.no_tokenizer
+        code = model.tokenizer_error.code if model.tokenizer_error else None
+        return refused or (Reason(code) if code in set(Reason) else Reason.NO_TOKENIZER)
     if turn is None:
         return None
     if not turn.usable:

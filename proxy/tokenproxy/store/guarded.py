@@ -17,7 +17,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from time import perf_counter
 from typing import Any, ParamSpec, TypeVar
 
@@ -40,8 +40,7 @@ from tokenproxy.record.store import (
 )
 from tokenproxy.record.store_time import BACKGROUND_S, StoreTime, running_store_time, within
 from tokenproxy.record.turn import NOTHING, Found, IndexedTurn, Turn
-from tokenproxy.store.backlog import Backlog
-from tokenproxy.store.health import StoreHealth
+from tokenproxy.store.backlog import Backlog, StoreHealth
 from tokenproxy.store.packed import complete_path, fill_prompts
 
 log = logging.getLogger("tokenproxy")
@@ -101,14 +100,7 @@ class GuardedStore:
 
     def __getattr__(self, name: str) -> Any:
         """A call of the store, made within its limits."""
-        method = getattr(self._store, name)
-
-        async def call(*args: Any, **named: Any) -> Any:
-            if name in ("delete", "finish"):
-                self._check_complete(args[0])
-            return await self._call(name, method, *args, **named)
-
-        return call
+        return partial(self._call, name, getattr(self._store, name))
 
     def health(self) -> StoreHealth:
         """How the store does now."""
@@ -289,9 +281,11 @@ class GuardedStore:
 
         Raises:
             StoreSkipped: calls before it failed.
-            StoreStalled: its time is over.
+            StoreStalled: its time is over, or it changes a rollout as a whole and turns of that wait.
             StoreError: it failed.
         """
+        if name in ("delete", "finish"):
+            self._check_complete(str(args[0]))
         kind = "read" if name in _READS else "write"
         if self._skips(kind):
             raise StoreSkipped(f"the store does not respond, and is tried again soon: {self._error}")

@@ -95,7 +95,9 @@ class Database:
         file = DatabaseFile(self._path, prepare)
         readers = ThreadPoolExecutor(_READERS, "store-read")
         try:
-            await asyncio.get_running_loop().run_in_executor(readers, self._read, file, _nothing)
+            await asyncio.get_running_loop().run_in_executor(
+                readers, self._read, file, lambda connection: None
+            )
         except BaseException:  # whatever it was, nobody else closes the file
             readers.shutdown(wait=False)
             file.close()
@@ -162,13 +164,10 @@ class Database:
             more = job is not None
             if group:
                 self._commit(file, group)
-                self._checkpoint_if_due(file, sum(job.size + _WRITE_BYTES for job in group))
-
-    def _checkpoint_if_due(self, file: DatabaseFile, size: int) -> None:
-        self._logged += size
-        if self._logged >= _CHECKPOINT_BYTES and (self._checkpoint is None or self._checkpoint.done()):
-            self._logged = 0
-            self._checkpoint = self._checkpoints.submit(_copy_log, file)
+                self._logged += sum([job.size + _WRITE_BYTES for job in group])
+            if self._logged >= _CHECKPOINT_BYTES and (self._checkpoint is None or self._checkpoint.done()):
+                self._logged = 0
+                self._checkpoint = self._checkpoints.submit(_copy_log, file)
 
     def _commit(self, file: DatabaseFile, group: Sequence[_Job]) -> None:
         """All in one transaction; if that fails, each in its own, so that one cannot spoil the others."""
@@ -195,10 +194,6 @@ def _run(file: DatabaseFile, group: Sequence[_Job]) -> list[Any]:
             if not file.moved():
                 return results
     raise StoreError("the file of the store is deleted again and again")
-
-
-def _nothing(connection: sqlite3.Connection) -> None:
-    """To open the file is all."""
 
 
 def _copy_log(file: DatabaseFile) -> None:
