@@ -134,7 +134,7 @@ class GivenPrompt:
             prompt, size = ids.compact(given.raw), len(raw) + len(request.messages)
             media = _APPEND in request.media
             new = Continuation(prompt, given.count, None, _APPEND, 0, parse, media, size)
-            return await self.planner.appender.append(request.rendering, model, new, most_ids)
+            return await self.planner.append(request.rendering, model, new, most_ids)
         except TooManyIds as error:
             raise too_long(model, before + error.count, _APPEND, at_least=error.at_least) from error
         except msgspec.DecodeError as error:
@@ -259,7 +259,7 @@ class GivenPrompt:
                 refs = [ImageRef(f"{field}[{index}]", url) for index, url in enumerate(request.images)]
             else:
                 refs = refs_in(_history(request), field)
-            loaded = await self.planner.appender.images.load(refs, images, field)
+            loaded = await self.planner.images.load(refs, images, field)
             expanded, prompt_images = expand_images(_unpack(given), images, loaded, 0)
         except NotLoadable as error:
             raise BadRequest(str(error), param=field, code="image_not_loaded") from error

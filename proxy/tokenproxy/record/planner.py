@@ -10,6 +10,7 @@ A prompt is planned once, for the model of the fleet; after a failure another re
 import asyncio
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Event
 
 import msgspec
 from msgspec.structs import replace
@@ -17,29 +18,33 @@ from msgspec.structs import replace
 from chat_tokenizer import InvalidMessages, TemplateUnsupported, TokenizationError, ids
 from chat_tokenizer.cache import BoundedCache, digest
 from chat_tokenizer.canonical import NO_DEFAULTS, ArgumentDefaults, argument_defaults
+from chat_tokenizer.encoder import Limit
 from chat_tokenizer.errors import TooManyIds
 from chat_tokenizer.placeholders import PlaceholdersDiffer
 from tokenproxy.base.errors import RendererUnavailable
 from tokenproxy.base.request import ChatRequest, Rendering, ThinkingPolicy
 from tokenproxy.record.appending import (
-    Appender,
+    Appended,
+    Auditor,
     Continuation,
+    Messages,
     check_ids_fit,
     is_truncated,
     most_prompt_ids,
     shows_dropped_thinking,
+    suffix,
     too_long,
 )
 from tokenproxy.record.cache import CachedTurn
 from tokenproxy.record.claims import Claims
 from tokenproxy.record.encoders import WORTH_A_THREAD_BYTES
 from tokenproxy.record.identity import Conversation, LazyMessages, Scope, scope_parts
-from tokenproxy.record.images import ImageModel, NotLoadable, refs_in
+from tokenproxy.record.images import ImageLoader, ImageModel, NotLoadable, expand_images, refs_in
 from tokenproxy.record.match import Match, Matcher
 from tokenproxy.record.plan import PromptPlan, ServedModel, place, place_nowhere
 from tokenproxy.record.store import StoreError
 from tokenproxy.record.store_time import add_store_time
-from tokenproxy.record.turn import new_id
+from tokenproxy.record.turn import PromptImage, new_id
 from tokenproxy.record.vocabulary import Reason, Source
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TokenizationError)
@@ -61,7 +66,8 @@ class Planner:
     """Plans prompts. One per application."""
 
     matcher: Matcher
-    appender: Appender
+    auditor: Auditor
+    images: ImageLoader
     thinking: ThinkingPolicy = ThinkingPolicy.KEEP
     """For requests that set none."""
     renders_overflow: bool = False
@@ -151,7 +157,7 @@ class Planner:
         """
         try:
             refs = refs_in(conversation.parse(), "messages")
-            images = await self.appender.images.load(refs, model, "messages")
+            images = await self.images.load(refs, model, "messages")
         except NotLoadable:
             return replace(plan, reason=Reason.MEDIA)
         return replace(plan, rendered_images=images, placeholder=model.placeholder)
@@ -188,7 +194,7 @@ class Planner:
                 if await self.matcher.encoders.run(drops, conversation.size()):
                     return Reason.THINKING_DROPPED
             most_ids = None if whole is None else whole - turn.count
-            made = await self.appender.append(request.rendering, model, new, most_ids)
+            made = await self.append(request.rendering, model, new, most_ids)
         except TooManyIds as error:
             if self.renders_overflow:
                 return Reason.CONTEXT_OVERFLOW
@@ -213,6 +219,41 @@ class Planner:
             appended=made.appended,
             images=(*turn.images, *made.images),
         )
+
+    async def append(
+        self, rendering: Rendering, model: ServedModel, new: Continuation, most_ids: int | None
+    ) -> Appended:
+        """The prompt that continues ids with new messages.
+
+        Args:
+            most_ids: the most ids to append; None for any number.
+
+        Raises:
+            TooManyIds: there are more.
+            TokenizationError: as `ChatTokenizer.append`; PlaceholdersDiffer if the appended ids hold
+                another number of images than the messages.
+            NotLoadable: the messages hold other media, or an image that the proxy does not load.
+            BadRequest: an image is invalid.
+            Overloaded: the limit of concurrent tokenising is reached.
+        """
+        stop, tokenizer = Event(), model.tokenizer
+        assert tokenizer is not None  # checked by the caller
+        limit = Limit(most_ids, stop.is_set)
+
+        def extend() -> tuple[list[int], Messages]:
+            messages, history = new.parse()
+            appended = suffix(tokenizer, new.ids, new.turn, messages, rendering, history, limit)
+            if history is not None:
+                self.auditor.consider(tokenizer, history, messages, rendering)
+            return appended, messages
+
+        appended, messages = await self.matcher.encoders.run(extend, new.size, tokenises=True, stop=stop)
+        images: list[PromptImage] = []
+        if model.images is not None and (new.media or model.images.placeholder in appended):
+            refs = refs_in(messages, new.field, new.first) if new.media else []
+            loaded = await self.images.load(refs, model.images, new.field)
+            appended, images = expand_images(appended, model.images, loaded, new.count)
+        return Appended(ids.join(new.ids, appended), len(appended), images)
 
     async def _plan_prompts(self, request: ChatRequest, model: ServedModel, claims: Claims) -> PromptPlan:
         """Plan prompts that are ids or texts (completions, generate): that of the first holds the others.

@@ -39,13 +39,13 @@ class SqliteStore:
         self.file = path
         self.limits = limits
         self.unreadable = Unreadable()
-        self._database = Database(path) if path else MemoryDatabase(self._prepare)
+        self._database = Database(path, self._prepare) if path else MemoryDatabase(self._prepare)
         self._eviction = Eviction(self)
 
     async def open(self) -> None:
         """See `Store.open`."""
         self._eviction.clock_was_set(time.time())
-        await self._database.open(self._prepare)
+        await self._database.open()
 
     async def aclose(self) -> None:
         """See `Store.aclose`."""
