@@ -241,7 +241,8 @@ class Matcher:
         conversation = search.conversation
         hits = [found.get(key, NOTHING) for key in keys]
         if search.rollout is not None:
-            if not all(each.all_listed and all(group.complete for group in each.groups) for each in hits):
+            listed = [sum([len(group.candidates) for group in each.groups]) for each in hits]
+            if any(each.total > count for each, count in zip(hits, listed, strict=True)):
                 return await self._choose_in_rollout(search, end, search.rollout)
             hits = [each.of_rollout(search.rollout) for each in hits]
         candidates = sum(each.total for each in hits[1:])

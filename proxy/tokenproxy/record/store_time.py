@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
 
+import msgspec
+
 T = TypeVar("T")
 
 REQUEST_S = 1.0
@@ -25,13 +27,10 @@ _GRACE_S = 0.01
 """Seconds, longer than one round of the event loop: see `within`."""
 
 
-class StoreTime:
+class StoreTime(msgspec.Struct):
     """The remaining time of a request."""
 
-    __slots__ = ("left",)
-
-    def __init__(self, seconds: float) -> None:
-        self.left = seconds
+    left: float
 
 
 _of_request: ContextVar[StoreTime | None] = ContextVar("store_time", default=None)

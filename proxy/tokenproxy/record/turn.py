@@ -223,14 +223,12 @@ class CandidateGroup(NamedTuple):
     """At most FOUND_AT_MOST of them, the newest first, those that were evicted last."""
 
     @property
-    def complete(self) -> bool:
-        """Whether all of them were returned."""
-        return self.total <= len(self.candidates)
-
-    @property
     def in_one_rollout(self) -> bool:
-        """Whether all of them belong to one rollout."""
-        return self.complete and len({candidate.rollout for candidate in self.candidates}) == 1
+        """Whether all of them were returned, and belong to one rollout."""
+        return (
+            self.total <= len(self.candidates)
+            and len({candidate.rollout for candidate in self.candidates}) == 1
+        )
 
 
 class Found(NamedTuple):
@@ -244,7 +242,7 @@ class Found(NamedTuple):
     @property
     def all_listed(self) -> bool:
         """Whether all groups were returned."""
-        return self.total == sum(group.total for group in self.groups)
+        return self.total == sum([group.total for group in self.groups])
 
     def turns(self, rollout: str | None) -> list[Candidate]:
         """The turns that are there, of one rollout or of all."""
