@@ -110,30 +110,15 @@ class GivenPrompt:
             check_ids_fit(request, given, model)
         before = given.count if to_complete and not is_truncated(request) else 0
         most_ids = None if model.max_model_len is None else model.max_model_len - before
-        raw = request.append or b"[]"
-
-        def parse() -> tuple[Messages, Messages | None]:
-            new, history = objects(raw, _APPEND), _history(request)
-            if history and history[-1].get("role") == "assistant":
-                return new, history
-            if tokenizer.proof is None:
-                raise NotReady(
-                    "the chat template is still being examined, which takes seconds after the start: send "
-                    "the conversation as `messages` too, or try again",
-                    param="messages",
-                    code="template_unproved",
-                )
-            return new, None
-
         try:
             if reserved := tokenizer.reserved(request.rendering.parse_template_kwargs()):
                 raise BadRequest(
                     f"`chat_template_kwargs` cannot set {', '.join(reserved)} together with `{_APPEND}`",
                     param="chat_template_kwargs",
                 )
-            prompt, size = ids.compact(given.raw), len(raw) + len(request.messages)
+            prompt, size = ids.compact(given.raw), len(request.append or b"[]") + len(request.messages)
             media = _APPEND in request.media
-            new = Continuation(prompt, given.count, None, _APPEND, 0, parse, media, size)
+            new = Continuation(prompt, given.count, None, _APPEND, 0, self._messages, media, size)
             return await self.planner.append(request.rendering, model, new, most_ids)
         except TooManyIds as error:
             raise too_long(model, before + error.count, _APPEND, at_least=error.at_least) from error
@@ -149,6 +134,25 @@ class GivenPrompt:
             raise BadRequest(str(error), param=_APPEND, code="image_not_loaded") from error
         except TokenizationError as error:
             raise BadRequest(f"`{_APPEND}`: {error}", param=_APPEND) from error
+
+    def _messages(self) -> tuple[Messages, Messages | None]:
+        """The messages to append, and those before them if they end with an assistant's; for a thread.
+
+        Raises:
+            BadRequest: they are no messages.
+            NotReady: there are none before them, and the template has not been examined yet.
+        """
+        new, history = objects(self.request.append or b"[]", _APPEND), _history(self.request)
+        if history and history[-1].get("role") == "assistant":
+            return new, history
+        if self.model.tokenizer is not None and self.model.tokenizer.proof is None:
+            raise NotReady(
+                "the chat template is still being examined, which takes seconds after the start: send "
+                "the conversation as `messages` too, or try again",
+                param="messages",
+                code="template_unproved",
+            )
+        return new, None
 
     async def _place(self, prompt: bytes, claims: Claims, images: Sequence[PromptImage] = ()) -> PromptPlan:
         """Find where to record the turn of a request with given ids.
