@@ -372,11 +372,6 @@ async def abandon_if_cancelled(work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         task.cancel()
-        task.add_done_callback(_forget)
+        # asyncio logs an exception that nobody retrieves
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
         raise
-
-
-def _forget(task: "asyncio.Task[T]") -> None:
-    """Retrieve the exception of a task, because asyncio logs exceptions that are not retrieved."""
-    if not task.cancelled():
-        task.exception()
