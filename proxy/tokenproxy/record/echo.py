@@ -27,7 +27,7 @@ import hmac
 import json
 import os
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -36,9 +36,8 @@ import msgspec
 from msgspec.structs import replace
 
 from tokenproxy.base.request import ChatRequest
-from tokenproxy.monitoring.metrics import Metrics
-from tokenproxy.record.cache import CachedTurn
-from tokenproxy.record.store import Store, StoreError
+from tokenproxy.record.match import Matcher
+from tokenproxy.record.store import StoreError
 
 _SECRET, _SECRET_BYTES = "secret", 32
 """Space of the secret in a store."""
@@ -123,13 +122,8 @@ def is_unique(call_id: str) -> bool:
 class Echoes:
     """Finds out which turns the tokens of a request name. One per application."""
 
-    def __init__(
-        self, store: Store, load: Callable[[str], Awaitable[CachedTurn | None]], metrics: Metrics
-    ) -> None:
-        """`load` returns a recorded turn, None if it is gone; it may raise StoreError."""
-        self._store = store
-        self._load = load
-        self._metrics = metrics
+    def __init__(self, matcher: Matcher) -> None:
+        self._matcher = matcher
         self._signer: Signer | None = None
 
     async def signer(self) -> Signer | None:
@@ -137,10 +131,10 @@ class Echoes:
         if self._signer is None:
             try:
                 # the same for all processes that share the store
-                await self._store.put(_SECRET, "", os.urandom(_SECRET_BYTES), before=None)
-                self._signer = Signer((await self._store.get(_SECRET, [""]))[""])
+                await self._matcher.store.put(_SECRET, "", os.urandom(_SECRET_BYTES), before=None)
+                self._signer = Signer((await self._matcher.store.get(_SECRET, [""]))[""])
             except StoreError as error:
-                error.report(self._metrics, "responses carry no tokens of their turns")
+                error.report(self._matcher.metrics, "responses carry no tokens of their turns")
         return self._signer
 
     async def resolve(self, request: ChatRequest) -> ChatRequest:
@@ -173,9 +167,9 @@ class Echoes:
             call_id = name.decode()
             read = signer.read(request.tenant, call_id.removeprefix(_CALL_PREFIX))
             try:
-                turn = await self._load(read[0]) if read is not None else None
+                turn = await self._matcher.load(read[0]) if read is not None else None
             except StoreError as error:
-                error.report(self._metrics, "a request's ids of tool calls stay those of the client")
+                error.report(self._matcher.metrics, "a request's ids of tool calls stay those of the client")
                 break
             if read is not None and turn is not None and read[1] < len(turn.call_ids):
                 found[call_id] = (turn.call_ids[read[1]], turn.id)

@@ -56,7 +56,7 @@ class History:
         images = images or ImageLoader(encoders)
         renders = overflow == "render"
         self.planner = Planner(matcher, auditor, images, thinking_policy, renders)
-        self.echoes = Echoes(store, matcher.load, metrics)
+        self.echoes = Echoes(matcher)
         self.named: dict[str, asyncio.Event] = {}
         """Of the requests that run with an Idempotency-Key, by a digest of it: set when they end."""
         self.feed_watch = FeedWatch(store)

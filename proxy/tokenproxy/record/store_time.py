@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
 
-import msgspec
-
 T = TypeVar("T")
 
 REQUEST_S = 1.0
@@ -27,10 +25,13 @@ _GRACE_S = 0.01
 """Seconds, longer than one round of the event loop: see `within`."""
 
 
-class StoreTime(msgspec.Struct):
+class StoreTime:
     """The remaining time of a request."""
 
-    left: float
+    __slots__ = ("left",)
+
+    def __init__(self, seconds: float) -> None:
+        self.left = seconds
 
 
 _of_request: ContextVar[StoreTime | None] = ContextVar("store_time", default=None)
