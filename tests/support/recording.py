@@ -15,12 +15,11 @@ from tokenproxy.record.claims import Claims, Pins
 from tokenproxy.record.completion import Completion, SampledChoice
 from tokenproxy.record.encoders import EncoderPool
 from tokenproxy.record.identity import Scope, scope_parts
-from tokenproxy.record.index import IndexedTurn
 from tokenproxy.record.match import Match, Matcher
-from tokenproxy.record.plan import Placement, PromptPlan
+from tokenproxy.record.plan import PromptPlan
 from tokenproxy.record.recorder import NewTurn, new_turns
 from tokenproxy.record.store import Limits, Session, session_id
-from tokenproxy.record.turn import new_id
+from tokenproxy.record.turn import IndexedTurn, new_id
 from tokenproxy.record.vocabulary import Source
 from tokenproxy.store.sqlite import SqliteStore
 
@@ -65,14 +64,13 @@ def rendered_plan(
     session = Session(id=name, tenant=scope.tenant, explicit=scope.session is not None, created=1.0, used=1.0)
     cache = TurnCache(2**20)
     conversation = cache.parse(cache.recall(json.dumps(messages).encode()))
-    placement = Placement(
+    return PromptPlan(
         request=chat_request(messages, **request),
         session=session,
         scope=scope,
         conversation=conversation,
         findable=True,
     )
-    return PromptPlan(source=Source.RENDERED, placement=placement)
 
 
 class Record:
@@ -95,11 +93,10 @@ class Record:
         """Record a turn."""
         plan = rendered_plan(messages, scope, rollout)
         if parent is not None and parent.cached is not None:
-            placement = replace(plan.placement, parent=parent.cached)
-            plan = PromptPlan(source=Source.EXTENDED, placement=placement, prompt=ids.dump(prompt))
+            plan = replace(plan, source=Source.EXTENDED, parent=parent.cached, prompt=ids.dump(prompt))
         choice = SampledChoice(0, message, sampled, [-0.5] * len(sampled), "stop")
         (new,) = new_turns(plan, Completion(ids.dump(prompt), [choice], len(sampled)), None)
-        await self.store.add(plan.placement.session, [IndexedTurn(new.turn, new.entries)])
+        await self.store.add(plan.session, [IndexedTurn(new.turn, new.entries)])
         return new
 
     async def match(

@@ -6,9 +6,8 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
-from tokenproxy.record.index import IndexedTurn, IndexEntry
 from tokenproxy.record.store import Evicted, Limits, Session, Store
-from tokenproxy.record.turn import Turn, new_id, pack_ids
+from tokenproxy.record.turn import IndexedTurn, IndexEntry, Turn, new_id, pack_ids
 from tokenproxy.store.urls import make_store
 
 

@@ -5,9 +5,8 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
-from tokenproxy.record.index import IndexedTurn
 from tokenproxy.record.store import Session, Store
-from tokenproxy.record.turn import Turn, pack_ids, pack_logprobs
+from tokenproxy.record.turn import IndexedTurn, Turn, pack_ids, pack_logprobs
 
 ROLLOUT = "r"
 

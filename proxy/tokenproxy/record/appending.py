@@ -1,6 +1,4 @@
-"""Builds prompts from ids and the suffix of the chat template. All extended prompts are built here.
-
-Law: the result begins with the given ids.
+"""What the chat template puts after ids, and the audits of that.
 
 What the template appends is proved with many conversations, but not with all. So the first append of each
 kind of conversation, and a share of the others, is compared with a rendering of the whole history after the
@@ -10,7 +8,6 @@ prompt was planned. After one difference, such appends with this template render
 import json
 import logging
 import random
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,9 +24,7 @@ from tokenproxy.base.fields import raw_value, read
 from tokenproxy.base.request import ChatRequest, GivenIds, Rendering
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.cache import CachedTurn
-from tokenproxy.record.encoders import EncoderPool
 from tokenproxy.record.identity import Conversation
-from tokenproxy.record.images import ImageLoader, expand_images, refs_in
 from tokenproxy.record.plan import ServedModel
 from tokenproxy.record.turn import PromptImage
 
@@ -236,50 +231,6 @@ class Auditor:
                 source,
                 example[:_SHOWN_CHARACTERS],
             )
-
-
-@dataclass(frozen=True, slots=True)
-class Appender:
-    """Puts messages after ids. One per application."""
-
-    encoders: EncoderPool
-    auditor: Auditor
-    images: ImageLoader
-
-    async def append(
-        self, rendering: Rendering, model: ServedModel, new: Continuation, most_ids: int | None
-    ) -> Appended:
-        """The prompt that continues ids with new messages.
-
-        Args:
-            most_ids: the most ids to append; None for any number.
-
-        Raises:
-            TooManyIds: there are more.
-            TokenizationError: as `ChatTokenizer.append`; PlaceholdersDiffer if the appended ids hold
-                another number of images than the messages.
-            NotLoadable: the messages hold other media, or an image that the proxy does not load.
-            BadRequest: an image is invalid.
-            Overloaded: the limit of concurrent tokenising is reached.
-        """
-        stop, tokenizer = threading.Event(), model.tokenizer
-        assert tokenizer is not None  # checked by the caller
-        limit = Limit(most_ids, stop.is_set)
-
-        def extend() -> tuple[list[int], Messages]:
-            messages, history = new.parse()
-            appended = suffix(tokenizer, new.ids, new.turn, messages, rendering, history, limit)
-            if history is not None:
-                self.auditor.consider(tokenizer, history, messages, rendering)
-            return appended, messages
-
-        appended, messages = await self.encoders.run(extend, new.size, tokenises=True, stop=stop)
-        images: list[PromptImage] = []
-        if model.images is not None and (new.media or model.images.placeholder in appended):
-            refs = refs_in(messages, new.field, new.first) if new.media else []
-            loaded = await self.images.load(refs, model.images, new.field)
-            appended, images = expand_images(appended, model.images, loaded, new.count)
-        return Appended(ids.join(new.ids, appended), len(appended), images)
 
 
 def _kind(tokenizer: ChatTokenizer, history: Messages, new: Messages, rendering: Rendering) -> object:

@@ -45,21 +45,18 @@ _MAX_SHARE = 2
 _split = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
-class _History:
+class _History(msgspec.Struct, eq=False):
     """The messages of one conversation. It only ever grows at its end."""
 
-    __slots__ = ("checksums", "data", "ends", "messages", "size")
-
-    def __init__(self) -> None:
-        self.data = b""
-        """The digest of its tools' defaults, and the messages as they were sent, with commas in between."""
-        self.messages: list[ParsedMessage] = []
-        self.checksums: tuple[int, ...] = ()
-        """Of the conversation up to each message."""
-        self.ends: tuple[int, ...] = ()
-        """The bytes of `data` up to there."""
-        self.size = 0
-        """Bytes that it takes in the cache."""
+    data: bytes = b""
+    """The digest of its tools' defaults, and the messages as they were sent, with commas in between."""
+    messages: list[ParsedMessage] = []
+    checksums: tuple[int, ...] = ()
+    """Of the conversation up to each message."""
+    ends: tuple[int, ...] = ()
+    """The bytes of `data` up to there."""
+    size: int = 0
+    """Bytes that it takes in the cache."""
 
 
 class Recalled(NamedTuple):
@@ -77,24 +74,16 @@ class Recalled(NamedTuple):
     """The bytes of `data` up to each of them."""
     history: _History | None = None
 
-    @property
-    def new_bytes(self) -> int:
-        """Bytes of the messages that are to be parsed."""
-        return len(self.data) - (self.ends[-1] if self.ends else 0)
 
-
-class IdChain:
+class IdChain(msgspec.Struct, eq=False):
     """The ids of turns that continue each other, held once: those of the last begin with all others."""
 
-    __slots__ = ("data", "size", "turns")
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-        """A compact JSON array. It only ever grows at its end."""
-        self.turns: list[str] = []
-        """The cached turns of the chain."""
-        self.size = 0
-        """Bytes that it takes in the cache."""
+    data: bytes
+    """A compact JSON array. It only ever grows at its end."""
+    turns: list[str] = []
+    """The cached turns of the chain."""
+    size: int = 0
+    """Bytes that it takes in the cache."""
 
 
 class CachedTurn(msgspec.Struct, frozen=True, eq=False, gc=False):

@@ -17,7 +17,7 @@ from tokenproxy.record.store import Store, StoreError
 log = logging.getLogger("tokenproxy")
 
 LEASE_S = 60.0
-"""Seconds for which a pin holds if its process dies."""
+"""Seconds for which a pin or a claim holds if its process dies."""
 _RENEW_S = LEASE_S / 3
 CLOSE_TIMEOUT_S = 10.0
 """Seconds that closing waits for running recordings."""
@@ -83,7 +83,7 @@ class Claims:
             try:
                 await self._pins.store.release(turn)
             except StoreError as error:
-                error.report(self._pins.metrics, "a turn that was claimed in vain may stay claimed")
+                error.report(self._pins.metrics, "a turn that was claimed in vain stays claimed for a while")
 
     async def take(self, key: bytes, ids: bytes) -> str | None:
         """Claim a turn of those with equal ids under a key; None if none is open. Raises StoreError."""
@@ -124,7 +124,7 @@ class Tasks:
         Args:
             consequence: of an error, for the log.
         """
-        self._hold(self._forever, self._repeat(step, consequence))
+        self._forever.add(asyncio.create_task(self._repeat(step, consequence)))
 
     async def _repeat(self, step: Callable[[], Coroutine[Any, Any, None]], consequence: str) -> None:
         logged = ""
@@ -143,7 +143,10 @@ class Tasks:
 
     def finish(self, work: Coroutine[Any, Any, None]) -> "asyncio.Future[None]":
         """Run work to its end, even if the caller does not wait for it, or is cancelled meanwhile."""
-        return asyncio.shield(self._hold(self._finishing, work))
+        task = asyncio.create_task(work)
+        self._finishing.add(task)
+        task.add_done_callback(self._finishing.discard)
+        return asyncio.shield(task)
 
     async def settle(self) -> None:
         """Wait for the work that must be finished and is running."""
@@ -156,11 +159,3 @@ class Tasks:
             task.cancel()
         if waiting := {*self._finishing, *self._forever}:
             await asyncio.wait(waiting, timeout=CLOSE_TIMEOUT_S)
-
-    def _hold(
-        self, tasks: "set[asyncio.Task[None]]", work: Coroutine[Any, Any, None]
-    ) -> "asyncio.Task[None]":
-        task = asyncio.create_task(work)
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-        return task

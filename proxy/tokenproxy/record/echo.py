@@ -1,4 +1,4 @@
-"""Tokens that clients send back unread, and which name the turn they came from.
+"""What clients send back of an answer: tokens that name its turn, and other forms of its text.
 
 A client echoes thinking signatures, ids of tool calls and of response items, and encrypted reasoning. The
 proxy puts a signed turn id into them, so that of several turns with equal text the one is continued that this
@@ -9,13 +9,26 @@ client got:
 
 The secret belongs to the store, so every process that shares it reads the tokens of the others. A token holds
 no text, and names nothing to another tenant.
+
+Some clients send an answer back in words of their own that hold nothing new. smolagents puts the stop string
+that ended an answer at its end, and tool calls into the text, as Python prints them:
+
+    I look.
+    Calling tools:
+    [{'id': 'call_1', 'type': 'function', 'function': {'name': 'get_weather', 'arguments': {'city': 'Rome'}}}]
+
+Its `CodeAgent`, whose model calls no tools, writes one call, whose argument is the code of the text. A turn
+is found by these forms too. They are made of what was sampled, and nothing of what a client sends is parsed:
+any other text is an edit. Source: smolagents 1.26, `memory.py` and `agents.py`.
 """
 
 import base64
 import hmac
+import json
 import os
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +36,8 @@ import msgspec
 from msgspec.structs import replace
 
 from tokenproxy.base.request import ChatRequest
-from tokenproxy.monitoring.metrics import Metrics
-from tokenproxy.record.cache import CachedTurn
-from tokenproxy.record.store import Store, StoreError
+from tokenproxy.record.match import Matcher
+from tokenproxy.record.store import StoreError
 
 _SECRET, _SECRET_BYTES = "secret", 32
 """Space of the secret in a store."""
@@ -37,6 +49,8 @@ _UNIQUE = re.compile(r"(?:chatcmpl-tool-|call_|toolu_)[0-9A-Za-z]{16,}|.*[0-9a-f
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _CALL_PREFIX, _QUOTED_PREFIX = "call_", b'"call_'
 _TOKEN_IDS = re.compile(rb'"(call_[A-Za-z0-9_-]{40})"')
+_MARK = "Calling tools:\n"
+_CODE = re.compile(r"<code>(.*?)</code>", re.DOTALL)
 
 
 class Signer:
@@ -108,13 +122,8 @@ def is_unique(call_id: str) -> bool:
 class Echoes:
     """Finds out which turns the tokens of a request name. One per application."""
 
-    def __init__(
-        self, store: Store, load: Callable[[str], Awaitable[CachedTurn | None]], metrics: Metrics
-    ) -> None:
-        """`load` returns a recorded turn, None if it is gone; it may raise StoreError."""
-        self._store = store
-        self._load = load
-        self._metrics = metrics
+    def __init__(self, matcher: Matcher) -> None:
+        self._matcher = matcher
         self._signer: Signer | None = None
 
     async def signer(self) -> Signer | None:
@@ -122,10 +131,10 @@ class Echoes:
         if self._signer is None:
             try:
                 # the same for all processes that share the store
-                await self._store.put(_SECRET, "", os.urandom(_SECRET_BYTES), before=None)
-                self._signer = Signer((await self._store.get(_SECRET, [""]))[""])
+                await self._matcher.store.put(_SECRET, "", os.urandom(_SECRET_BYTES), before=None)
+                self._signer = Signer((await self._matcher.store.get(_SECRET, [""]))[""])
             except StoreError as error:
-                error.report(self._metrics, "responses carry no tokens of their turns")
+                error.report(self._matcher.metrics, "responses carry no tokens of their turns")
         return self._signer
 
     async def resolve(self, request: ChatRequest) -> ChatRequest:
@@ -158,9 +167,9 @@ class Echoes:
             call_id = name.decode()
             read = signer.read(request.tenant, call_id.removeprefix(_CALL_PREFIX))
             try:
-                turn = await self._load(read[0]) if read is not None else None
+                turn = await self._matcher.load(read[0]) if read is not None else None
             except StoreError as error:
-                error.report(self._metrics, "a request's ids of tool calls stay those of the client")
+                error.report(self._matcher.metrics, "a request's ids of tool calls stay those of the client")
                 break
             if read is not None and turn is not None and read[1] < len(turn.call_ids):
                 found[call_id] = (turn.call_ids[read[1]], turn.id)
@@ -185,3 +194,35 @@ def _with_ids(messages: bytes, ids: Mapping[str, tuple[str, str]]) -> tuple[byte
             if isinstance(call, dict) and (name := str(call.get("id"))) in ids:
                 call["id"], named[index] = ids[name]
     return msgspec.json.encode(parsed), named
+
+
+def other_forms(
+    message: dict[str, Any], stop_reason: str | int | None, turns_before: int
+) -> Iterator[dict[str, Any]]:
+    """The other forms of an answer.
+
+    Args:
+        stop_reason: the stop string that ended it was sampled, and is not in its text.
+        turns_before: number of the assistant messages before it, by which `CodeAgent` names its calls in its
+            first task; in later ones it counts these too, and such a turn is not found.
+    """
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        return
+    if isinstance(stop_reason, str) and not content.endswith(stop_reason):
+        content += stop_reason
+        yield {**message, "content": content}
+    printed = []
+    if calls := message.get("tool_calls"):
+        with suppress(LookupError, TypeError, ValueError, RecursionError):  # no client prints another shape
+            for call in calls:
+                called = call["function"]
+                printed.append(_printed(call["id"], called["name"], json.loads(called["arguments"])))
+    elif "<code>" in content and (code := [each.strip() for each in _CODE.findall(content)]):
+        printed = [_printed(f"call_{turns_before + 1}", "python_interpreter", "\n\n".join(code))]
+    if printed and len(printed) == len(calls or printed):
+        yield {"role": "assistant", "content": f"{content.strip()}\n{_MARK}{printed}"}
+
+
+def _printed(own_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    return {"id": own_id, "type": "function", "function": {"name": name, "arguments": arguments}}

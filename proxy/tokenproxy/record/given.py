@@ -25,10 +25,10 @@ from tokenproxy.record.appending import (
     too_long,
 )
 from tokenproxy.record.claims import Claims
-from tokenproxy.record.identity import Conversation
+from tokenproxy.record.identity import Conversation, LazyMessages
 from tokenproxy.record.images import ImageRef, NotLoadable, expand_images, refs_in, same_images
 from tokenproxy.record.match import Match
-from tokenproxy.record.plan import Placement, PromptPlan, ServedModel, place, place_nowhere
+from tokenproxy.record.plan import PromptPlan, ServedModel, place, place_nowhere
 from tokenproxy.record.planner import UNREADABLE, Planner
 from tokenproxy.record.turn import PromptImage, unpack_ids
 from tokenproxy.record.vocabulary import Reason, Source
@@ -63,9 +63,9 @@ class GivenPrompt:
             whole = await self.append(given)
             source, reason, prompt, appended = Source.EXTENDED, None, whole.prompt, whole.appended
             images = (*images, *whole.images)
-        return PromptPlan(
+        return replace(
+            await self._place(prompt, claims, images),
             source=source,
-            placement=await self._place(prompt, claims, images),
             reason=reason,
             prompt=prompt,
             reused=given.count,
@@ -79,9 +79,9 @@ class GivenPrompt:
         Args:
             prompt: the whole prompt as a compact JSON array.
         """
-        return PromptPlan(
+        return replace(
+            await self._place(prompt, claims),
             source=Source.GIVEN,
-            placement=await self._place(prompt, claims),
             reason=Reason.PREFIX_GIVEN,
             prompt=prompt,
             reused=prefix,
@@ -110,31 +110,16 @@ class GivenPrompt:
             check_ids_fit(request, given, model)
         before = given.count if to_complete and not is_truncated(request) else 0
         most_ids = None if model.max_model_len is None else model.max_model_len - before
-        raw = request.append or b"[]"
-
-        def parse() -> tuple[Messages, Messages | None]:
-            new, history = objects(raw, _APPEND), _history(request)
-            if history and history[-1].get("role") == "assistant":
-                return new, history
-            if tokenizer.proof is None:
-                raise NotReady(
-                    "the chat template is still being examined, which takes seconds after the start: send "
-                    "the conversation as `messages` too, or try again",
-                    param="messages",
-                    code="template_unproved",
-                )
-            return new, None
-
         try:
             if reserved := tokenizer.reserved(request.rendering.parse_template_kwargs()):
                 raise BadRequest(
                     f"`chat_template_kwargs` cannot set {', '.join(reserved)} together with `{_APPEND}`",
                     param="chat_template_kwargs",
                 )
-            prompt, size = ids.compact(given.raw), len(raw) + len(request.messages)
+            prompt, size = ids.compact(given.raw), len(request.append or b"[]") + len(request.messages)
             media = _APPEND in request.media
-            new = Continuation(prompt, given.count, None, _APPEND, 0, parse, media, size)
-            return await self.planner.appender.append(request.rendering, model, new, most_ids)
+            new = Continuation(prompt, given.count, None, _APPEND, 0, self._messages, media, size)
+            return await self.planner.append(request.rendering, model, new, most_ids)
         except TooManyIds as error:
             raise too_long(model, before + error.count, _APPEND, at_least=error.at_least) from error
         except msgspec.DecodeError as error:
@@ -150,7 +135,26 @@ class GivenPrompt:
         except TokenizationError as error:
             raise BadRequest(f"`{_APPEND}`: {error}", param=_APPEND) from error
 
-    async def _place(self, prompt: bytes, claims: Claims, images: Sequence[PromptImage] = ()) -> Placement:
+    def _messages(self) -> tuple[Messages, Messages | None]:
+        """The messages to append, and those before them if they end with an assistant's; for a thread.
+
+        Raises:
+            BadRequest: they are no messages.
+            NotReady: there are none before them, and the template has not been examined yet.
+        """
+        new, history = objects(self.request.append or b"[]", _APPEND), _history(self.request)
+        if history and history[-1].get("role") == "assistant":
+            return new, history
+        if self.model.tokenizer is not None and self.model.tokenizer.proof is None:
+            raise NotReady(
+                "the chat template is still being examined, which takes seconds after the start: send "
+                "the conversation as `messages` too, or try again",
+                param="messages",
+                code="template_unproved",
+            )
+        return new, None
+
+    async def _place(self, prompt: bytes, claims: Claims, images: Sequence[PromptImage] = ()) -> PromptPlan:
         """Find where to record the turn of a request with given ids.
 
         It is recorded in its session, else in the rollout that its messages continue, else in a new rollout
@@ -180,9 +184,9 @@ class GivenPrompt:
                 lambda turn: turn.begins(prompt) and same_images(turn.images, images[: len(turn.images)]),
             )
             proved = await self._proves(conversation, match, prompt)
-        placement = place(request, model, scope, conversation, match)
+        plan = place(request, model, scope, conversation, match)
         parent, first_new = match.turn, match.end + 1
-        if parent is not None and parent.rollout != placement.session.id:
+        if parent is not None and parent.rollout != plan.session.id:
             parent = None
         if parent is None:
             known = images if model.images else None
@@ -193,7 +197,7 @@ class GivenPrompt:
             parent = turns[0] if turns else None
             first_new = conversation.ends[0] + 1 if whole and conversation.ends else 0
         return replace(
-            placement,
+            plan,
             parent=parent,
             first_new=first_new if parent else 0,
             findable=proved,
@@ -206,7 +210,7 @@ class GivenPrompt:
         tokenizer, rendering, turn = model.tokenizer, request.rendering, match.turn
         if tokenizer is None or conversation.media or not request.findable:
             return False
-        if turn is None and conversation.holds_assistant:
+        if turn is None and (conversation.ends or conversation.ends_with_assistant):
             return False  # its earlier turns were sampled elsewhere: a rendering proves nothing about them
         stop = Event()
         # stop at more ids than the prompt has: they cannot be equal
@@ -217,7 +221,7 @@ class GivenPrompt:
             new = conversation.parse(first)
             try:
                 if turn is not None:
-                    history = conversation.history(first)
+                    history = LazyMessages(conversation.raws[:first])
                     appended = suffix(tokenizer, turn.ids, turn, new, rendering, history, limit)
                     return ids.join(turn.ids, appended) == prompt
                 rendered = tokenizer.render(new, limit=limit, **rendering.parsed())
@@ -259,7 +263,7 @@ class GivenPrompt:
                 refs = [ImageRef(f"{field}[{index}]", url) for index, url in enumerate(request.images)]
             else:
                 refs = refs_in(_history(request), field)
-            loaded = await self.planner.appender.images.load(refs, images, field)
+            loaded = await self.planner.images.load(refs, images, field)
             expanded, prompt_images = expand_images(_unpack(given), images, loaded, 0)
         except NotLoadable as error:
             raise BadRequest(str(error), param=field, code="image_not_loaded") from error

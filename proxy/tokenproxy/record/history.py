@@ -7,7 +7,7 @@ from weakref import WeakSet
 
 from tokenproxy.base.request import ThinkingPolicy
 from tokenproxy.monitoring.metrics import Metrics
-from tokenproxy.record.appending import Appender, Auditor
+from tokenproxy.record.appending import Auditor
 from tokenproxy.record.cache import TurnCache
 from tokenproxy.record.claims import Pins, Tasks
 from tokenproxy.record.echo import Echoes
@@ -55,8 +55,8 @@ class History:
         matcher = Matcher(store, self.cache, encoders, metrics)
         images = images or ImageLoader(encoders)
         renders = overflow == "render"
-        self.planner = Planner(matcher, Appender(encoders, auditor, images), thinking_policy, renders)
-        self.echoes = Echoes(store, matcher.load, metrics)
+        self.planner = Planner(matcher, auditor, images, thinking_policy, renders)
+        self.echoes = Echoes(matcher)
         self.named: dict[str, asyncio.Event] = {}
         """Of the requests that run with an Idempotency-Key, by a digest of it: set when they end."""
         self.feed_watch = FeedWatch(store)

@@ -25,8 +25,7 @@ from chat_tokenizer import CanonicalMessage, InvalidMessages, canonical
 from chat_tokenizer.canonical import NO_DEFAULTS, ArgumentDefaults, extend, start
 from tokenproxy.base.fields import values_in
 from tokenproxy.base.request import Rendering, media_kind
-from tokenproxy.record.index import IndexEntry
-from tokenproxy.record.turn import Turn
+from tokenproxy.record.turn import IndexEntry, Turn
 from tokenproxy.record.vocabulary import Reason
 
 CHANGED = (
@@ -184,11 +183,6 @@ class Conversation:
         """Whether no message follows the last assistant message."""
         return bool(self.messages) and self.messages[-1].assistant
 
-    @property
-    def holds_assistant(self) -> bool:
-        """Whether it holds an assistant message, so that there may be a turn to continue."""
-        return self.ends_with_assistant or bool(self.ends)
-
     @cached_property
     def media(self) -> bool:
         """Whether a message holds images or other media."""
@@ -202,10 +196,6 @@ class Conversation:
         """The message that was sampled after all others. Raises InvalidMessages."""
         before = self.messages[-1] if self.messages else None
         return digest_message(message, len(self.messages), before, self.defaults)
-
-    def history(self, end: int) -> "LazyMessages":
-        """The messages before `end`, each parsed when it is read."""
-        return LazyMessages(self.raws[:end])
 
     def parse(self, first: int = 0) -> list[dict[str, Any]]:
         """The messages from `first` on as objects."""
@@ -304,19 +294,14 @@ def text_entries(scope: Scope, answer: ParsedMessage, ids: bytes) -> list[IndexE
     """
     cut_off = answer.message.cut_off
     loosely = scope.key(BARE, answer.bare) if cut_off else scope.key(LOOSE, answer.loose)
-    exactly = scope.key(EXACT, answer.strict)
-    return [IndexEntry(exactly, ids), IndexEntry(loosely, ids), IndexEntry(content_key(scope, answer))]
+    exactly, explaining = scope.key(EXACT, answer.strict), scope.key(CONTENT, answer.content)
+    return [IndexEntry(exactly, ids), IndexEntry(loosely, ids), IndexEntry(explaining)]
 
 
 def text_keys(scope: Scope, message: ParsedMessage) -> list[bytes]:
     """The keys, of each kind in `KINDS`, of a turn that ends at a message."""
     keys = [scope.key(EXACT, message.strict), scope.key(LOOSE, message.loose)]
     return [*keys, scope.key(BARE, message.bare)] if message.bare else keys
-
-
-def content_key(scope: Scope, message: ParsedMessage) -> bytes:
-    """The key that explains a miss; see `CONTENT`."""
-    return scope.key(CONTENT, message.content)
 
 
 def ids_entries(scope: Scope, ids: bytes, ids_digest: bytes) -> list[IndexEntry]:

@@ -24,20 +24,19 @@ from tokenproxy.record.claims import Claims
 from tokenproxy.record.encoders import EncoderPool
 from tokenproxy.record.identity import (
     BARE,
+    CONTENT,
     EXACT,
     KINDS,
     Conversation,
     Scope,
     changed_part,
-    content_key,
     prefix_keys,
     text_keys,
     whole_key,
 )
 from tokenproxy.record.images import same_images
-from tokenproxy.record.index import FOUND_AT_MOST, NOTHING, CandidateGroup, Found
 from tokenproxy.record.store import Store, StoreError, session_id
-from tokenproxy.record.turn import PromptImage, Turn
+from tokenproxy.record.turn import FOUND_AT_MOST, NOTHING, CandidateGroup, Found, PromptImage, Turn
 from tokenproxy.record.vocabulary import Reason
 
 _LOOKUPS = (1, 64, 1024)
@@ -109,7 +108,7 @@ class Matcher:
     ) -> Match:
         """The longest recorded conversation that a request continues; pins its rollout."""
         match = Match(reason=Reason.FIRST_TURN)
-        if conversation.holds_assistant:
+        if conversation.ends or conversation.ends_with_assistant:
             search = _Search(conversation, scope, _only_rollout(request), request.echoed)
             try:
                 match = await self._search(search)
@@ -242,7 +241,8 @@ class Matcher:
         conversation = search.conversation
         hits = [found.get(key, NOTHING) for key in keys]
         if search.rollout is not None:
-            if not all(each.all_listed and all(group.complete for group in each.groups) for each in hits):
+            listed = [sum([len(group.candidates) for group in each.groups]) for each in hits]
+            if any(each.total > count for each, count in zip(hits, listed, strict=True)):
                 return await self._choose_in_rollout(search, end, search.rollout)
             hits = [each.of_rollout(search.rollout) for each in hits]
         candidates = sum(each.total for each in hits[1:])
@@ -250,7 +250,9 @@ class Matcher:
             fitting: list[_Fit] = []
             unknown = False
             for group in of_kind.groups:
-                turn = await self._first_loaded(group)
+                turn = None
+                for candidate in group.candidates:
+                    turn = turn or (await self.load(candidate.turn) if candidate.turn else None)
                 # evicted, or lost with its server: it may be the one that is meant
                 unknown = unknown or (turn is None and group.candidates != [])
                 repaired = _continues(conversation, end, turn, kind) if turn else None
@@ -270,13 +272,6 @@ class Matcher:
             reason = Reason.HISTORY_EDITED if edited else Reason.CALL_REPAIRED if fit.repaired else None
             shared = None if named is not None or fit.group.in_one_rollout else (key, fit.group.ids)
             return Match(fit.turn, end, reason, candidates, shared=shared)
-        return None
-
-    async def _first_loaded(self, group: CandidateGroup) -> CachedTurn | None:
-        """One of the turns of a group; None if all are gone."""
-        for candidate in group.candidates:
-            if candidate.turn and (turn := await self.load(candidate.turn)) is not None:
-                return turn
         return None
 
     async def _named(self, fitting: Sequence["_Fit"], search: _Search, end: int) -> "_Fit | None":
@@ -324,7 +319,7 @@ class Matcher:
         under = (await self.store.find(keys)).values()
         if any(not each.turn for hits in under for group in hits.groups for each in group.candidates):
             return Reason.EVICTED
-        key = content_key(scope, conversation.messages[last])
+        key = scope.key(CONTENT, conversation.messages[last].content)
         found = (await self.store.find([key])).get(key, NOTHING)
         candidates = found.turns(rollout)[:_EXPLAINED]
         paths = [path for each in candidates if (path := await self.store.path(each.turn))]

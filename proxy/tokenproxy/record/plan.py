@@ -40,21 +40,13 @@ class ServedModel(msgspec.Struct, frozen=True):
     max_model_len: int | None = None
     """The most ids of prompt and completion together; None if the engine does not report it."""
 
-    @property
-    def no_tokenizer(self) -> Reason | None:
-        """The reason to render if there is no tokenizer."""
-        if self.tokenizer is not None:
-            return None
-        code = self.tokenizer_error.code if self.tokenizer_error else None
-        return Reason(code) if code in set(Reason) else Reason.NO_TOKENIZER
 
-
-class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the turn of a request is recorded."""
+class PromptPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """How the prompt of a request is made, and where its turn is recorded."""
 
     request: ChatRequest
     session: Session
-    """The rollout it belongs to; created when the turn is recorded."""
+    """The rollout that the turn belongs to; created when the turn is recorded."""
     scope: Scope
     conversation: Conversation | None
     """The request's messages; None if they could not be read, or if nothing is to be recorded."""
@@ -71,52 +63,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     first_new: int = 0
     """Index of the first message of the request after the parent's conversation."""
     logprobs_mode: str = ""
-
-    @property
-    def holder(self) -> str:
-        """Name of the replica that served the matched turn and may hold its ids; empty if unknown."""
-        return self.match.turn.replica if self.match.turn is not None else ""
-
-
-def place(
-    request: ChatRequest, model: ServedModel, scope: Scope, conversation: Conversation | None, match: Match
-) -> Placement:
-    """Choose a request's rollout: its session, else that of the turn it continues, else a new one."""
-    rollout, new = rollout_of(request), False
-    if rollout is None and match.turn is not None and match.same_rollout:
-        rollout = match.turn.rollout
-    elif rollout is None:
-        rollout, new = session_id(request.tenant, new_id()), True
-    session = Session(
-        id=rollout,
-        tenant=request.tenant,
-        explicit=request.session is not None and request.session.explicit,
-        ambiguous=match.shared is not None or match.reason is Reason.AMBIGUOUS,
-        created=time.time(),
-    )
-    return Placement(
-        request=request,
-        session=session,
-        scope=scope,
-        conversation=conversation if request.record and not is_probe(request.headers) else None,
-        new_rollout=new,
-        findable=request.findable,
-        match=match,
-        logprobs_mode=model.logprobs_mode,
-    )
-
-
-def place_nowhere(request: ChatRequest, model: ServedModel) -> Placement:
-    """The placement of a turn that is not recorded."""
-    scope = Scope(request.tenant, None, request.model or model.name, ())
-    return place(request, model, scope, None, Match())
-
-
-class PromptPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """How the prompt of a request is made."""
-
-    source: Source
-    placement: Placement
+    source: Source = Source.RENDERED
     reason: Reason | None = None
     prompt: bytes = b""
     """The whole prompt as a JSON array of ids; empty if the engine makes it of messages or a text, or reads
@@ -135,6 +82,11 @@ class PromptPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The plans of the request's other prompts; only a completions request has several."""
 
     @property
+    def holder(self) -> str:
+        """Name of the replica that served the matched turn and may hold its ids; empty if unknown."""
+        return self.match.turn.replica if self.match.turn is not None else ""
+
+    @property
     def prompts(self) -> tuple["PromptPlan", ...]:
         """The plan of each prompt of the request, in the order of the prompts."""
         return (self, *self.others)
@@ -142,14 +94,49 @@ class PromptPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def batch(self) -> Batch | None:
         """The prompts of a completions request as they are sent; None for the other routes."""
-        request = self.placement.request
-        if request.engine_route is not EngineRoute.COMPLETIONS:
+        if self.request.engine_route is not EngineRoute.COMPLETIONS:
             return None
-        return Batch(tuple(prompt.prompt for prompt in self.prompts), request.choices)
+        return Batch(tuple(prompt.prompt for prompt in self.prompts), self.request.choices)
 
     @property
     def rollout(self) -> str | None:
         """The rollout of all prompts; None if they belong to several, or are not recorded."""
-        rollout = self.placement.session.id if self.placement.conversation is not None else None
-        same = not self.others or all(each.placement.session.id == rollout for each in self.others)
+        rollout = self.session.id if self.conversation is not None else None
+        same = not self.others or all(each.session.id == rollout for each in self.others)
         return rollout if same else None
+
+
+def place(
+    request: ChatRequest, model: ServedModel, scope: Scope, conversation: Conversation | None, match: Match
+) -> PromptPlan:
+    """The plan of a prompt that the engine renders, in the rollout of the request: its session, else that of
+    the turn it continues, else a new one."""
+    rollout, new = rollout_of(request), False
+    if rollout is None and match.turn is not None and match.same_rollout:
+        rollout = match.turn.rollout
+    elif rollout is None:
+        rollout, new = session_id(request.tenant, new_id()), True
+    session = Session(
+        id=rollout,
+        tenant=request.tenant,
+        explicit=request.session is not None and request.session.explicit,
+        ambiguous=match.shared is not None or match.reason is Reason.AMBIGUOUS,
+        created=time.time(),
+    )
+    return PromptPlan(
+        request=request,
+        session=session,
+        scope=scope,
+        conversation=conversation if request.record and not is_probe(request.headers) else None,
+        new_rollout=new,
+        findable=request.findable,
+        match=match,
+        logprobs_mode=model.logprobs_mode,
+        reason=match.reason,
+    )
+
+
+def place_nowhere(request: ChatRequest, model: ServedModel) -> PromptPlan:
+    """The plan of a turn that is not recorded."""
+    scope = Scope(request.tenant, None, request.model or model.name, ())
+    return place(request, model, scope, None, Match())

@@ -10,6 +10,7 @@ A prompt is planned once, for the model of the fleet; after a failure another re
 import asyncio
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Event
 
 import msgspec
 from msgspec.structs import replace
@@ -17,29 +18,33 @@ from msgspec.structs import replace
 from chat_tokenizer import InvalidMessages, TemplateUnsupported, TokenizationError, ids
 from chat_tokenizer.cache import BoundedCache, digest
 from chat_tokenizer.canonical import NO_DEFAULTS, ArgumentDefaults, argument_defaults
+from chat_tokenizer.encoder import Limit
 from chat_tokenizer.errors import TooManyIds
 from chat_tokenizer.placeholders import PlaceholdersDiffer
 from tokenproxy.base.errors import RendererUnavailable
-from tokenproxy.base.request import ChatRequest, GivenIds, Rendering, ThinkingPolicy
+from tokenproxy.base.request import ChatRequest, Rendering, ThinkingPolicy
 from tokenproxy.record.appending import (
-    Appender,
+    Appended,
+    Auditor,
     Continuation,
+    Messages,
     check_ids_fit,
     is_truncated,
     most_prompt_ids,
     shows_dropped_thinking,
+    suffix,
     too_long,
 )
 from tokenproxy.record.cache import CachedTurn
 from tokenproxy.record.claims import Claims
 from tokenproxy.record.encoders import WORTH_A_THREAD_BYTES
-from tokenproxy.record.identity import Conversation, Scope, scope_parts
-from tokenproxy.record.images import ImageModel, NotLoadable, refs_in
+from tokenproxy.record.identity import Conversation, LazyMessages, Scope, scope_parts
+from tokenproxy.record.images import ImageLoader, ImageModel, NotLoadable, expand_images, refs_in
 from tokenproxy.record.match import Match, Matcher
-from tokenproxy.record.plan import Placement, PromptPlan, ServedModel, place, place_nowhere
+from tokenproxy.record.plan import PromptPlan, ServedModel, place, place_nowhere
 from tokenproxy.record.store import StoreError
 from tokenproxy.record.store_time import add_store_time
-from tokenproxy.record.turn import new_id
+from tokenproxy.record.turn import PromptImage, new_id
 from tokenproxy.record.vocabulary import Reason, Source
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TokenizationError)
@@ -61,7 +66,8 @@ class Planner:
     """Plans prompts. One per application."""
 
     matcher: Matcher
-    appender: Appender
+    auditor: Auditor
+    images: ImageLoader
     thinking: ThinkingPolicy = ThinkingPolicy.KEEP
     """For requests that set none."""
     renders_overflow: bool = False
@@ -87,25 +93,24 @@ class Planner:
         try:
             conversation, scope = await self.identify(request, request.messages, model)
         except UNREADABLE:
-            placement = place_nowhere(request, model)
-            return PromptPlan(source=Source.RENDERED, placement=placement, reason=Reason.UNREADABLE)
+            return replace(place_nowhere(request, model), reason=Reason.UNREADABLE)
         match = await self.matcher.match(request, conversation, scope, claims)
-        placement = place(request, model, scope, conversation, match)
+        plan = place(request, model, scope, conversation, match)
         refusal: Reason | None = None
         if request.token_route:
             refusal = Reason.NO_IDS
         elif request.special == Reason.IDS_GIVEN:
             # the engine reads them from the request itself
-            return PromptPlan(source=Source.GIVEN, placement=placement, reason=Reason.IDS_GIVEN)
+            return replace(plan, source=Source.GIVEN, reason=Reason.IDS_GIVEN)
         elif match.reason is not Reason.FIRST_TURN:
             refusal = _must_render(request, conversation, match.turn, model)
         if refusal is None and match.turn is not None:
-            extended = await self._extend(placement, conversation, match.turn, model)
+            extended = await self._extend(plan, conversation, match.turn, model)
             if isinstance(extended, PromptPlan):
                 return extended
             refusal = extended
-        plan = PromptPlan(source=Source.RENDERED, placement=placement, reason=refusal or match.reason)
-        if conversation.media and model.images is not None and placement.conversation is not None:
+        plan = replace(plan, reason=refusal) if refusal is not None else plan
+        if conversation.media and model.images is not None and plan.conversation is not None:
             return await self._with_images(plan, conversation, model.images)
         return plan
 
@@ -122,7 +127,8 @@ class Planner:
         cache, run = self.matcher.cache, self.matcher.encoders.run
         recall = partial(cache.recall, messages, defaults)
         recalled = recall() if len(messages) < _RECALLED_ON_THREAD_BYTES else await run(recall, len(messages))
-        parse, size = partial(cache.parse, recalled), recalled.new_bytes
+        parse = partial(cache.parse, recalled)
+        size = len(recalled.data) - (recalled.ends[-1] if recalled.ends else 0)
         conversation = parse() if size < WORTH_A_THREAD_BYTES else await run(parse, size)
         return conversation, Scope(request.tenant, session, name, parts)
 
@@ -151,13 +157,13 @@ class Planner:
         """
         try:
             refs = refs_in(conversation.parse(), "messages")
-            images = await self.appender.images.load(refs, model, "messages")
+            images = await self.images.load(refs, model, "messages")
         except NotLoadable:
             return replace(plan, reason=Reason.MEDIA)
         return replace(plan, rendered_images=images, placeholder=model.placeholder)
 
     async def _extend(
-        self, placement: Placement, conversation: Conversation, turn: CachedTurn, model: ServedModel
+        self, plan: PromptPlan, conversation: Conversation, turn: CachedTurn, model: ServedModel
     ) -> PromptPlan | Reason:
         """Extend recorded ids with the template's suffix; the reason to render if the suffix is not certain.
 
@@ -165,7 +171,7 @@ class Planner:
             BadRequest: the prompt is longer than the context, and `renders_overflow` is off; or an image is
                 invalid.
         """
-        request, match, tokenizer = placement.request, placement.match, model.tokenizer
+        request, match, tokenizer = plan.request, plan.match, model.tokenizer
         assert tokenizer is not None  # checked by the caller
         first, whole = match.end + 1, model.max_model_len
         if whole is not None and self.renders_overflow:
@@ -177,7 +183,7 @@ class Planner:
             turn,
             "messages",
             first,
-            lambda: (conversation.parse(first), conversation.history(first)),
+            lambda: (conversation.parse(first), LazyMessages(conversation.raws[:first])),
             any(message.media for message in conversation.messages[first:]),
             conversation.size(first),
         )
@@ -188,7 +194,7 @@ class Planner:
                 if await self.matcher.encoders.run(drops, conversation.size()):
                     return Reason.THINKING_DROPPED
             most_ids = None if whole is None else whole - turn.count
-            made = await self.appender.append(request.rendering, model, new, most_ids)
+            made = await self.append(request.rendering, model, new, most_ids)
         except TooManyIds as error:
             if self.renders_overflow:
                 return Reason.CONTEXT_OVERFLOW
@@ -202,17 +208,52 @@ class Planner:
             return Reason.MEDIA
         except RendererUnavailable:
             return Reason.RENDERER_UNAVAILABLE
-        if turn.rollout == placement.session.id:
-            placement = replace(placement, parent=turn, first_new=first)
-        return PromptPlan(
+        same = turn.rollout == plan.session.id
+        return replace(
+            plan,
+            parent=turn if same else None,
+            first_new=first if same else 0,
             source=Source.EXTENDED,
-            placement=placement,
-            reason=match.reason,
             prompt=made.prompt,
             reused=turn.count,
             appended=made.appended,
             images=(*turn.images, *made.images),
         )
+
+    async def append(
+        self, rendering: Rendering, model: ServedModel, new: Continuation, most_ids: int | None
+    ) -> Appended:
+        """The prompt that continues ids with new messages.
+
+        Args:
+            most_ids: the most ids to append; None for any number.
+
+        Raises:
+            TooManyIds: there are more.
+            TokenizationError: as `ChatTokenizer.append`; PlaceholdersDiffer if the appended ids hold
+                another number of images than the messages.
+            NotLoadable: the messages hold other media, or an image that the proxy does not load.
+            BadRequest: an image is invalid.
+            Overloaded: the limit of concurrent tokenising is reached.
+        """
+        stop, tokenizer = Event(), model.tokenizer
+        assert tokenizer is not None  # checked by the caller
+        limit = Limit(most_ids, stop.is_set)
+
+        def extend() -> tuple[list[int], Messages]:
+            messages, history = new.parse()
+            appended = suffix(tokenizer, new.ids, new.turn, messages, rendering, history, limit)
+            if history is not None:
+                self.auditor.consider(tokenizer, history, messages, rendering)
+            return appended, messages
+
+        appended, messages = await self.matcher.encoders.run(extend, new.size, tokenises=True, stop=stop)
+        images: list[PromptImage] = []
+        if model.images is not None and (new.media or model.images.placeholder in appended):
+            refs = refs_in(messages, new.field, new.first) if new.media else []
+            loaded = await self.images.load(refs, model.images, new.field)
+            appended, images = expand_images(appended, model.images, loaded, new.count)
+        return Appended(ids.join(new.ids, appended), len(appended), images)
 
     async def _plan_prompts(self, request: ChatRequest, model: ServedModel, claims: Claims) -> PromptPlan:
         """Plan prompts that are ids or texts (completions, generate): that of the first holds the others.
@@ -241,11 +282,18 @@ class Planner:
                 except StoreError as error:
                     responds = False  # the other prompts do not wait for it
                     error.report(self.matcher.metrics, "turns are recorded without the ones before them")
-            placement = place(request, model, scope, conversation, match)
-            same = match.turn is not None and match.turn.rollout == placement.session.id
-            placement = replace(placement, turn_id=request_id, parent=match.turn if same else None)
-            plans.append(_plan_prompt(request, placement, given, prompt))
-        existing = {each.placement.session.id for each in plans if not each.placement.new_rollout}
+            plan = place(request, model, scope, conversation, match)
+            same = match.turn is not None and match.turn.rollout == plan.session.id
+            plan = replace(plan, turn_id=request_id, parent=match.turn if same else None)
+            if given is not None and prompt:
+                plan = replace(plan, source=Source.GIVEN, reason=Reason.IDS_GIVEN)
+                plan = replace(plan, prompt=prompt, reused=given.count)
+            elif request.special or given is not None:
+                plan = replace(plan, reason=Reason.SPECIAL_REQUEST)
+            else:
+                plan = replace(plan, reason=Reason.MEDIA if request.prompt_media else Reason.TEXT_PROMPT)
+            plans.append(plan)
+        existing = {each.session.id for each in plans if not each.new_rollout}
         for rollout in existing if request.record else ():
             if not await claims.pin(rollout):
                 break
@@ -259,19 +307,6 @@ def _read(
     tools = rendering.parse_tools() if b'"default"' in rendering.tools else None
     parts = scope_parts(rendering, rendered_fields, name, fingerprint)
     return parts, argument_defaults(tools) if tools else NO_DEFAULTS
-
-
-def _plan_prompt(
-    request: ChatRequest, placement: Placement, given: GivenIds | None, prompt: bytes
-) -> PromptPlan:
-    """The plan of a prompt without messages; `prompt` is empty if the engine makes its ids."""
-    if given is not None and prompt:
-        plan = PromptPlan(source=Source.GIVEN, placement=placement, reason=Reason.IDS_GIVEN)
-        return replace(plan, prompt=prompt, reused=given.count)
-    reason = Reason.MEDIA if request.prompt_media else Reason.TEXT_PROMPT
-    if request.special or given is not None:
-        reason = Reason.SPECIAL_REQUEST
-    return PromptPlan(source=Source.RENDERED, placement=placement, reason=reason)
 
 
 def _must_render(
@@ -288,7 +323,8 @@ def _must_render(
     if request.special:
         refused = Reason(request.special)
     if refused is not None or model.tokenizer is None:
-        return refused or model.no_tokenizer
+        code = model.tokenizer_error.code if model.tokenizer_error else None
+        return refused or (Reason(code) if code in set(Reason) else Reason.NO_TOKENIZER)
     if turn is None:
         return None
     if not turn.usable:

@@ -6,7 +6,7 @@ A failure here never affects the client's response: it is logged and counted, an
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,15 +21,16 @@ from tokenproxy.monitoring.exchange import running_exchange, span
 from tokenproxy.record.cache import CachedTurn, cached_turn, hash_ids
 from tokenproxy.record.claims import Claims
 from tokenproxy.record.completion import UNCHANGED, Completion, SampledChoice, untrainable_reason
+from tokenproxy.record.echo import other_forms
 from tokenproxy.record.encoders import WORTH_A_THREAD_BYTES
-from tokenproxy.record.identity import ParsedMessage, ids_entries, text_entries
+from tokenproxy.record.identity import Conversation, ids_entries, text_entries
 from tokenproxy.record.images import name_by_digest, placed_by_engine
-from tokenproxy.record.index import IndexedTurn, IndexEntry
 from tokenproxy.record.origin import origin_of
-from tokenproxy.record.plan import Placement, PromptPlan
-from tokenproxy.record.sent_back import other_forms
+from tokenproxy.record.plan import PromptPlan
 from tokenproxy.record.store import FULL, StoreError
 from tokenproxy.record.turn import (
+    IndexedTurn,
+    IndexEntry,
     PromptImage,
     Turn,
     pack_alternatives,
@@ -90,17 +91,17 @@ class Recording:
         self._lock = asyncio.Lock()
         history.running.add(self)
         for prompt in plan.prompts:
-            claims.hold(prompt.placement.session.id)
+            claims.hold(prompt.session.id)
 
     async def announce(self) -> None:
         """Create new rollouts before their first turns are complete, because the client now gets the name."""
-        for placement in (prompt.placement for prompt in self.plan.prompts):
-            if not placement.new_rollout or placement.conversation is None:
+        for plan in self.plan.prompts:
+            if not plan.new_rollout or plan.conversation is None:
                 continue
             try:
-                await self._history.store.add(placement.session)
+                await self._history.store.add(plan.session)
             except StoreError as error:
-                consequence = f"rollout {placement.session.id} was not created before its first turn"
+                consequence = f"rollout {plan.session.id} was not created before its first turn"
                 error.report(self._history.metrics, consequence)
 
     async def add(self, completion: Completion) -> None:
@@ -108,12 +109,12 @@ class Recording:
 
         If the caller is cancelled, the recording still completes.
         """
-        if self.plan.placement.conversation is not None and completion.choices:
+        if self.plan.conversation is not None and completion.choices:
             await self._history.tasks.finish(self._add(completion))
 
     def add_later(self, completion: Completion) -> None:
         """Record choices that were broken off, in the background: their request is being cancelled."""
-        if self.plan.placement.conversation is not None and completion.choices:
+        if self.plan.conversation is not None and completion.choices:
             self._history.tasks.finish(self._add(completion))
 
     async def _add(self, completion: Completion) -> None:
@@ -131,7 +132,7 @@ class Recording:
                     try:
                         await self._record(position, plan, part)
                     except Exception as error:  # noqa: BLE001 - see `_report`
-                        self._report(f"a turn of {plan.placement.session.id}", error)
+                        self._report(f"a turn of {plan.session.id}", error)
                     if self.plan.others:
                         await asyncio.sleep(0)  # as in planning: a store in memory never waits
 
@@ -145,27 +146,27 @@ class Recording:
 
     async def _record(self, position: int, plan: PromptPlan, completion: Completion) -> None:
         """Record the choices of one prompt, given its position and plan."""
-        history, placement, holder = self._history, plan.placement, self._holders.get(position)
-        if placement.session.id in self.dropped:
-            log.info("a turn of %s is not recorded: its session was deleted", placement.session.id)
+        history, parent, holder = self._history, plan.parent, self._holders.get(position)
+        if plan.session.id in self.dropped:
+            log.info("a turn of %s is not recorded: its session was deleted", plan.session.id)
             return
         make = partial(new_turns, plan, completion, holder, self.replica)
         size = len(completion.prompt_ids or b"") + 8 * completion.sampled
-        if placement.parent is not None and completion.prompt_ids == plan.prompt:
-            size -= placement.parent.size  # ids of the parent are only copied
+        if parent is not None and completion.prompt_ids == plan.prompt:
+            size -= parent.size  # ids of the parent are only copied
         turns = make() if size < WORTH_A_THREAD_BYTES else await history.encoders.run(make)
         if not turns:
             return
         indexed = [IndexedTurn(new.turn, new.entries) for new in turns]
-        evicted = await history.store.add(placement.session, indexed)
+        evicted = await history.store.add(plan.session, indexed)
         metrics, sampled = history.metrics, sum([new.turn.completion_tokens for new in turns])
         metrics.sampled_ids.inc(sampled)
         if holder is None:
             self._holders[position] = turns[0].turn
             if not plan.prompt:
                 metrics.rendered_ids.inc(turns[0].turn.prompt_tokens)
-            if placement.match.claimed and placement.match.turn is not None:
-                self._claims.keep(placement.match.turn.id)
+            if plan.match.claimed and plan.match.turn is not None:
+                self._claims.keep(plan.match.turn.id)
         _tell_trace(turns, sampled)
         evicted.report(metrics, FULL)
         for new in turns:
@@ -198,22 +199,43 @@ def new_turns(
         replica: name of the replica that served the request.
     """
     turns: list[NewTurn] = []
-    if plan.placement.request.engine_route is EngineRoute.GENERATE and completion.prompt_ids is None:
+    request, conversation = plan.request, plan.conversation
+    assert conversation is not None  # the caller looked
+    if request.engine_route is EngineRoute.GENERATE and completion.prompt_ids is None:
         completion.prompt_ids = plan.prompt or None  # up to vLLM 0.29 it returns none; it takes only ids
+    of_request = {
+        "rollout": plan.session.id,
+        "request": plan.turn_id,
+        "model": plan.scope.model,
+        "replica": replica,
+        "cached_tokens": completion.cached_tokens,
+        "source": plan.source,
+        "reason": plan.reason or "",
+        "temperature": request.temperature,
+        "off_policy": request.off_policy,
+        "logprobs_mode": plan.logprobs_mode,
+        **origin_of(request.headers)._asdict(),
+        "requested_model": request.requested_model,
+        "scope": plan.scope.parts,
+        "spelling_before": conversation.strict_before(len(conversation.messages)),
+    }
     for choice in completion.choices:
         if choice.ids or choice.finish_reason not in (None, ABORTED):
-            turns.append(_new_turn(plan, completion, choice, holder, replica))
+            turns.append(_new_turn(plan, conversation, completion, choice, holder, of_request))
             holder = holder or turns[-1].turn
     return turns
 
 
 def _new_turn(
-    plan: PromptPlan, completion: Completion, choice: SampledChoice, holder: Turn | None, replica: str
+    plan: PromptPlan,
+    conversation: Conversation,
+    completion: Completion,
+    choice: SampledChoice,
+    holder: Turn | None,
+    of_request: Mapping[str, Any],
 ) -> NewTurn:
-    placement, conversation = plan.placement, plan.placement.conversation
-    assert conversation is not None  # the caller looked
-    request = placement.request
-    parent, prompt, images = placement.parent, plan.prompt, _images(plan, completion)
+    """The turn of one choice. `of_request`: the fields that all choices of the request share."""
+    request, parent, prompt, images = plan.request, plan.parent, plan.prompt, _images(plan, completion)
     problem = untrainable_reason(completion, choice, prompt, media=images is None)
     if not prompt or problem in (Problem.PROMPT_MISMATCH, Problem.NO_PROMPT_IDS):
         # the engine made the prompt, or used another one than was sent
@@ -229,47 +251,37 @@ def _new_turn(
         answer = None
     appended = _appended(completion, parent, prompt)
     hasher, count = hash_ids(parent, appended, sampled), len(choice.ids or ())
-    first = placement.first_new if parent else 0
     shares = holder is not None and holder.parent == (parent.id if parent else None)
-    own = answer.message if answer else None
+    first, own = plan.first_new if parent else 0, answer.message if answer else None
     turn = Turn(
-        id=turn_id(placement.turn_id, choice.index),
-        rollout=placement.session.id,
+        id=turn_id(plan.turn_id, choice.index),
         parent=parent.id if parent else None,
-        request=placement.turn_id,
         choice=choice.index,
         created=time.time(),
-        model=placement.scope.model,
-        replica=replica,
         prompt_turn=holder.id if holder is not None and shares else None,
-        **({} if shares else _prompt_fields(placement, parent, appended, images or ())),
+        **({} if shares else _prompt_fields(plan, conversation.json(first), parent, appended, images or ())),
         message=msgspec.json.encode(choice.message),
         completion=sampled,
         logprobs=logprobs,
         alternatives=pack_alternatives(choice.alternatives) if 0 < len(choice.alternatives) == count else b"",
         prompt_tokens=len(appended) // 4 + (parent.count if parent else 0),
-        cached_tokens=completion.cached_tokens,
-        source=plan.source,
-        reason=plan.reason or "",
         **{name: getattr(choice, name) for name in UNCHANGED},
-        temperature=request.temperature,
-        off_policy=request.off_policy,
-        logprobs_mode=placement.logprobs_mode,
         problem=problem or "",
         routed_experts_start=request.routed_experts_start if choice.routed_experts else 0,
         sampling_mask=_pack_mask(choice.sampling_mask, count),
-        **origin_of(request.headers)._asdict(),
-        requested_model=request.requested_model,
-        scope=placement.scope.parts,
-        spelling_before=conversation.strict_before(len(conversation.messages)),
-        spelling=own.strict if own and placement.findable else b"",
+        spelling=own.strict if own and plan.findable else b"",
         reasonings=(*conversation.reasonings(first), own.reasoning if own else b""),
         calls=own.arguments if own and own.cut_off else (),
         ids_digest=hasher.digest(),
+        **of_request,
     )
     # a turn without exact ids is found too, to report that, and never equals another turn
     found_ids = turn.ids_digest if sampled and prompt else turn.id.encode()
-    entries = _text_entries(placement, choice, answer, found_ids) if answer and placement.findable else []
+    entries = text_entries(plan.scope, answer, found_ids) if answer and plan.findable else []
+    if entries:
+        before = len(conversation.ends) + conversation.ends_with_assistant
+        forms = map(conversation.answered, other_forms(choice.message, choice.stop_reason, before))
+        entries += [text_entries(plan.scope, form, found_ids)[1] for form in forms]
     if len(prompt) <= len("[]"):
         return NewTurn(turn, entries, None)
     data = ids.concatenate(prompt, choice.raw_ids or ids.dump(unpack_ids(sampled)))
@@ -277,30 +289,17 @@ def _new_turn(
     if images:
         cached = replace(cached, images=images)
     if request.prompts and cached.usable:
-        entries += ids_entries(placement.scope, ids.pack(cached.ids), turn.ids_digest)
+        entries += ids_entries(plan.scope, ids.pack(cached.ids), turn.ids_digest)
     return NewTurn(turn, entries, cached)
-
-
-def _text_entries(
-    placement: Placement, choice: SampledChoice, answer: ParsedMessage, found_ids: bytes
-) -> list[IndexEntry]:
-    """The index entries by which the text of a turn finds it, and the forms in which clients send it back."""
-    conversation = placement.conversation
-    assert conversation is not None  # the caller looked
-    entries = text_entries(placement.scope, answer, found_ids)
-    before = len(conversation.ends) + conversation.ends_with_assistant
-    for form in other_forms(choice.message, choice.stop_reason, before):
-        entries.append(text_entries(placement.scope, conversation.answered(form), found_ids)[1])
-    return entries
 
 
 def _images(plan: PromptPlan, completion: Completion) -> tuple[PromptImage, ...] | None:
     """The images of a turn's prompt; None if it is not known where they are in its ids."""
-    if plan.placement.request.prompt_media:
+    if plan.request.prompt_media:
         return None
     if plan.source is not Source.RENDERED:
         return plan.images
-    conversation = plan.placement.conversation
+    conversation = plan.conversation
     if conversation is None or not conversation.media:
         return ()
     if plan.rendered_images is None or completion.prompt_ids is None:
@@ -313,17 +312,15 @@ def _images(plan: PromptPlan, completion: Completion) -> tuple[PromptImage, ...]
 
 
 def _prompt_fields(
-    placement: Placement, parent: CachedTurn | None, appended: bytes, images: Sequence[PromptImage]
+    plan: PromptPlan,
+    messages: bytes,
+    parent: CachedTurn | None,
+    appended: bytes,
+    images: Sequence[PromptImage],
 ) -> dict[str, Any]:
-    """The fields of a turn that the choices of one request share."""
-    rendering, parts, conversation = (
-        placement.request.rendering,
-        placement.scope.parts,
-        placement.conversation,
-    )
-    assert conversation is not None  # the caller looked
+    """The fields `OF_PROMPT` of a turn."""
+    rendering, parts = plan.request.rendering, plan.scope.parts
     before, scope = (parent.count, parent.scope) if parent else (0, ())
-    messages = conversation.json(placement.first_new if parent else 0)
     new = tuple([image for image in images if image.offset >= before])
     return {
         "tools": None if parent and scope[:1] == parts[:1] else rendering.tools,

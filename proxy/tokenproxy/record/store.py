@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple, ParamSpec, Pr
 
 import msgspec
 
-from tokenproxy.record.index import Found, IndexedTurn
-from tokenproxy.record.turn import Turn
+from tokenproxy.record.turn import Found, IndexedTurn, Turn
 from tokenproxy.record.vocabulary import Cause
 
 if TYPE_CHECKING:
@@ -299,7 +298,8 @@ class Store(Protocol):
     async def claim(self, key: bytes, ids: bytes) -> str | None:
         """Choose an open turn of a group that `find` returned, so that no other request takes it.
 
-        A guarded store releases a turn that is claimed after its caller left.
+        It stays claimed for `LEASE_S`, and after that as long as its rollout is pinned: also if the caller
+        left meanwhile.
 
         Returns:
             its id; None if requests have continued or claimed all of them.

@@ -9,9 +9,9 @@ Code outside of such a block is background work, with a limit for each call.
 """
 
 import asyncio
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -86,20 +86,3 @@ async def within(seconds: float, work: Awaitable[T]) -> T:
         timer.cancel()
         if expired:
             task.uncancel()
-
-
-async def abandon_if_cancelled(work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. A caller that is cancelled does not wait until `work` has cleaned up."""
-    task = asyncio.create_task(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        task.cancel()
-        task.add_done_callback(_forget)
-        raise
-
-
-def _forget(task: "asyncio.Task[T]") -> None:
-    """Retrieve the exception of a task, because asyncio logs exceptions that are not retrieved."""
-    if not task.cancelled():
-        task.exception()

@@ -1,21 +1,34 @@
-"""What a store did not take in time, and will be offered again: turns, and documents (stored responses)."""
+"""What a store did not take in time, and will be offered again: turns, and documents (stored responses).
+
+And how the store of this process does, for people.
+"""
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence, Sized
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from tokenproxy.monitoring.metrics import Metrics
-from tokenproxy.record.index import Candidate, IndexedTurn, IndexEntry
-from tokenproxy.record.store import DOCUMENTS, FULL, RecordRefused, Session, Store, StoreError
-from tokenproxy.record.turn import Turn
+from tokenproxy.record.store import (
+    DOCUMENTS,
+    FULL,
+    RecordRefused,
+    Session,
+    Store,
+    StoreError,
+    StoreStalled,
+    Unreadable,
+)
+from tokenproxy.record.turn import Candidate, IndexedTurn, IndexEntry, Turn
 
 log = logging.getLogger("tokenproxy")
 
 _BATCH = 64
 """Records that are tried at once, each of another rollout."""
+_NAMED = 16
+"""Damaged records that `/ready` names."""
 
 
 class Record(NamedTuple):
@@ -137,3 +150,45 @@ class Backlog:
         """Count turns that will not be recorded."""
         self.lost += len(turns)
         self._metrics.lost_turns.labels(reason).inc(len(turns))
+
+
+class StoreHealth(msgspec.Struct, frozen=True, kw_only=True):
+    """How the store of one process does: a part of `/ready`."""
+
+    state: Literal["ok", "stalled", "unavailable"]
+    """`stalled`: it does not respond in time, or another process holds its lock; `unavailable`: it fails."""
+    since: float | None
+    """When that began, in seconds since the epoch; None if all is well."""
+    error: str | None
+    """Message of the last error."""
+    queued_turns: int
+    """Turns that wait to be recorded."""
+    lost_turns: int
+    """Turns that were never recorded, since the process started."""
+    unreadable: int
+    """Damaged records that were left out since the process started; the log names them."""
+    unreadable_turns: list[str]
+    """The ids of the first turns among them."""
+    unreadable_records: list[str]
+    """The first of the others, as `session NAME`, without their tenants."""
+
+    @classmethod
+    def of(
+        cls, error: StoreError | None, since: float | None, backlog: Backlog, unreadable: Unreadable
+    ) -> "StoreHealth":
+        """The health of a store. `error`: the last one; None if all is well."""
+        names = [name.partition(" ") for name in unreadable.names]
+        turns = [name for kind, _, name in names if kind == "turn"]
+        others = [f"{kind} {name.rpartition('/')[2]}" for kind, _, name in names if kind != "turn"]
+        failing: Literal["stalled", "unavailable"]
+        failing = "stalled" if isinstance(error, StoreStalled) else "unavailable"
+        return cls(
+            state="ok" if error is None else failing,
+            since=since,
+            error=None if error is None else str(error),
+            queued_turns=len(backlog.turns()),
+            lost_turns=backlog.lost,
+            unreadable=len(names),
+            unreadable_turns=turns[:_NAMED],
+            unreadable_records=others[:_NAMED],
+        )

@@ -17,14 +17,13 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from time import perf_counter
 from typing import Any, ParamSpec, TypeVar
 
 from msgspec.structs import replace
 
 from tokenproxy.monitoring.metrics import Metrics
-from tokenproxy.record.index import NOTHING, Found, IndexedTurn
 from tokenproxy.record.store import (
     DESCRIPTION,
     DOCUMENTS,
@@ -40,9 +39,8 @@ from tokenproxy.record.store import (
     StoreUnusable,
 )
 from tokenproxy.record.store_time import BACKGROUND_S, StoreTime, running_store_time, within
-from tokenproxy.record.turn import Turn
-from tokenproxy.store.backlog import Backlog
-from tokenproxy.store.health import StoreHealth
+from tokenproxy.record.turn import NOTHING, Found, IndexedTurn, Turn
+from tokenproxy.store.backlog import Backlog, StoreHealth
 from tokenproxy.store.packed import complete_path, fill_prompts
 
 log = logging.getLogger("tokenproxy")
@@ -97,19 +95,10 @@ class GuardedStore:
         self._since: float | None = None
         self._error: StoreError | None = None
         """The last one, and since when something is wrong; None while all is well."""
-        self._late: set[asyncio.Task[None]] = set()
-        """Releases of turns that were claimed too late."""
 
     def __getattr__(self, name: str) -> Any:
         """A call of the store, made within its limits."""
-        method = getattr(self._store, name)
-
-        async def call(*args: Any, **named: Any) -> Any:
-            if name in ("delete", "finish"):
-                self._check_complete(args[0])
-            return await self._call(name, method, *args, **named)
-
-        return call
+        return partial(self._call, name, getattr(self._store, name))
 
     def health(self) -> StoreHealth:
         """How the store does now."""
@@ -145,8 +134,6 @@ class GuardedStore:
             if self._backlog:
                 await asyncio.wait({recovery}, timeout=self._guard.close_s)
             recovery.cancel()
-        if self._late:
-            await asyncio.wait(self._late, timeout=self._guard.close_s)
         if self._opening is not None:
             self._opening.cancel()
         lost, documents = self._backlog.turns(), self._backlog.documents
@@ -234,24 +221,12 @@ class GuardedStore:
         return here | await self._call("get", self._store.get, space, names, complete=complete)
 
     async def claim(self, key: bytes, ids: bytes) -> str | None:
-        """See `Store.claim`. A turn that is claimed too late is released."""
-        claimed: list[asyncio.Future[str | None]] = []
-
-        def claim() -> Awaitable[str | None]:
-            claimed.append(asyncio.ensure_future(self._store.claim(key, ids)))
-            return asyncio.shield(claimed[-1])
-
-        try:
-            while turn := await self._call("claim", claim):
-                # one that a waiting turn continues is not open, although the store does not know yet
-                if not any(each.parent == turn for each in self._backlog.turns().values()):
-                    break
-            return turn
-        except BaseException:  # cancellation too: no other request could use a turn that stays claimed
-            if claimed and not (claimed[-1].done() and claimed[-1].exception()):
-                self._late.add(task := asyncio.create_task(self._release_late(claimed[-1])))
-                task.add_done_callback(self._late.discard)
-            raise
+        """See `Store.claim`."""
+        while turn := await self._call("claim", self._store.claim, key, ids):
+            # one that a waiting turn continues is not open, although the store does not know yet
+            if not any(each.parent == turn for each in self._backlog.turns().values()):
+                break
+        return turn
 
     async def path(self, turn: str) -> list[Turn]:
         """See `Store.path`."""
@@ -290,9 +265,11 @@ class GuardedStore:
 
         Raises:
             StoreSkipped: calls before it failed.
-            StoreStalled: its time is over.
+            StoreStalled: its time is over, or it changes a rollout as a whole and turns of that wait.
             StoreError: it failed.
         """
+        if name in ("delete", "finish"):
+            self._check_complete(str(args[0]))
         kind = "read" if name in _READS else "write"
         if self._skips(kind):
             raise StoreSkipped(f"the store does not respond, and is tried again soon: {self._error}")
@@ -373,10 +350,3 @@ class GuardedStore:
             # changes nothing, because no rollout has this name
             await self._timed("pin", self._store.pin("", 0.0))
         self._failures["write"] = 0
-
-    async def _release_late(self, claiming: "asyncio.Future[str | None]") -> None:
-        try:
-            if turn := await claiming:
-                await self._store.release(turn)
-        except StoreError as error:
-            error.report(self._metrics, "a turn that was claimed in vain may stay claimed")

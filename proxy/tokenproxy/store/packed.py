@@ -13,9 +13,8 @@ import msgspec
 from msgspec.structs import replace
 
 from tokenproxy.record.encoders import WORTH_A_THREAD_BYTES
-from tokenproxy.record.index import IndexedTurn, IndexEntry
 from tokenproxy.record.store import DAMAGED, RecordDamaged, Unreadable
-from tokenproxy.record.turn import OF_PROMPT, Turn
+from tokenproxy.record.turn import OF_PROMPT, IndexedTurn, IndexEntry, Turn
 
 if sys.version_info >= (3, 14):
     from compression import zstd

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tokenproxy.record.index import Candidate, CandidateGroup, Found, IndexedTurn
+from tokenproxy.record.claims import LEASE_S
 from tokenproxy.record.store import (
     DESCRIPTION,
     LAST_POSITION,
@@ -30,7 +30,7 @@ from tokenproxy.record.store import (
     StoreUnusable,
     Unreadable,
 )
-from tokenproxy.record.turn import Turn, request_time
+from tokenproxy.record.turn import Candidate, CandidateGroup, Found, IndexedTurn, Turn, request_time
 from tokenproxy.record.vocabulary import Cause
 from tokenproxy.store import redis_scripts as scripts
 from tokenproxy.store.eviction import Eviction
@@ -47,8 +47,7 @@ from tokenproxy.store.packed import (
     unpack_turns,
     unpack_values,
 )
-from tokenproxy.store.redis_servers import Call, RedisServers
-from tokenproxy.store.redis_urls import read_redis_url
+from tokenproxy.store.redis_servers import Call, RedisServers, read_redis_url
 
 T = TypeVar("T")
 
@@ -134,17 +133,22 @@ class RedisStore:
             states = await self._servers.run_each(
                 [Call("HGET", [_rollout_keys(each.rollout)[2]], [each.turn]) for each in candidates]
             )
-            for candidate, state in zip(candidates, states, strict=True):
-                names = _rollout_keys(candidate.rollout)
-                if (
-                    candidate.turn
-                    and state is None
-                    and await self._servers.run(scripts.CLAIM, names, candidate.turn)
-                ):
-                    return candidate.turn
+            for (turn, rollout), state in zip(candidates, states, strict=True):
+                if turn and await self._is_open(rollout, state):
+                    args = (turn, state or b"", f"claimed{time.time() + LEASE_S}")
+                    if await self._servers.run(scripts.CLAIM, _rollout_keys(rollout), *args):
+                        return turn
             if len(members) < _PAGE:
                 return None
             high = b"(" + members[-1]
+
+    async def _is_open(self, rollout: str, state: bytes | None) -> bool:
+        """Whether a turn may be claimed: it never was, or by a request that pins its rollout no longer."""
+        if state in (None, b"continued"):
+            return state is None
+        session, now = await self.session(rollout), time.time()
+        until = float(state.removeprefix(b"claimed") or 0)
+        return max(until, session.pinned_until if session else 0.0) <= now
 
     async def release(self, turn: str) -> None:
         """See `Store.release`."""

@@ -7,9 +7,9 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from tokenproxy.record.index import Found, IndexedTurn
+from tokenproxy.record.claims import LEASE_S
 from tokenproxy.record.store import DESCRIPTION, Before, Evicted, FeedPage, Limits, Session, Unreadable
-from tokenproxy.record.turn import Turn
+from tokenproxy.record.turn import Found, IndexedTurn, Turn
 from tokenproxy.record.vocabulary import Cause
 from tokenproxy.store import sqlite_tables as tables
 from tokenproxy.store.eviction import Eviction
@@ -25,7 +25,8 @@ from tokenproxy.store.packed import (
 from tokenproxy.store.sqlite_threads import Database, MemoryDatabase
 
 _OPEN = """
-SELECT turn FROM entries CROSS JOIN turns ON turns.id = turn WHERE key = ? AND ids = ? AND state = 0
+SELECT turn FROM entries CROSS JOIN turns ON turns.id = turn WHERE key = :key AND ids = :ids AND (state = 0
+    OR state <> 2 AND state <= :now AND (SELECT pinned_until FROM sessions WHERE id = rollout) <= :now)
 ORDER BY turn DESC LIMIT 1
 """
 
@@ -38,13 +39,13 @@ class SqliteStore:
         self.file = path
         self.limits = limits
         self.unreadable = Unreadable()
-        self._database = Database(path) if path else MemoryDatabase(self._prepare)
+        self._database = Database(path, self._prepare) if path else MemoryDatabase(self._prepare)
         self._eviction = Eviction(self)
 
     async def open(self) -> None:
         """See `Store.open`."""
         self._eviction.clock_was_set(time.time())
-        await self._database.open(self._prepare)
+        await self._database.open()
 
     async def aclose(self) -> None:
         """See `Store.aclose`."""
@@ -67,17 +68,19 @@ class SqliteStore:
 
     async def claim(self, key: bytes, ids: bytes) -> str | None:
         """See `Store.claim`."""
+        now = time.time()
 
         def work(connection: sqlite3.Connection) -> str | None:
-            row = connection.execute(_OPEN, (key, ids)).fetchone()
-            connection.execute("UPDATE turns SET state = 1 WHERE id = ?", row or ("",))
+            row = connection.execute(_OPEN, {"key": key, "ids": ids, "now": now}).fetchone()
+            claimed = "UPDATE turns SET state = ? WHERE id = ?"
+            connection.execute(claimed, (int(now + LEASE_S), row[0] if row else ""))
             return row[0] if row else None
 
         return await self._database.write(work)
 
     async def release(self, turn: str) -> None:
         """See `Store.release`."""
-        query = "UPDATE turns SET state = 0 WHERE id = ? AND state = 1"
+        query = "UPDATE turns SET state = 0 WHERE id = ? AND state <> 2"
         await self._database.write(lambda connection: connection.execute(query, (turn,)).rowcount)
 
     async def pin(self, rollout: str, until: float) -> bool:

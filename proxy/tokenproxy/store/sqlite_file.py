@@ -109,7 +109,8 @@ class DatabaseFile:
                 self._forget()
                 self._create()
                 self._anchor = self._prepared()
-                self._side_files = {path: _identity(path) for path in map(self._side_file, _SIDE_FILES)}
+                side_files = [self.path.with_name(self.path.name + suffix) for suffix in _SIDE_FILES]
+                self._side_files = {path: _identity(path) for path in side_files}
                 self._ready = self._held = _identity(self.path)
                 assert self._ready is not None  # the connection has just read it
             return self._ready
@@ -186,9 +187,6 @@ class DatabaseFile:
             raise StoreUnusable(
                 f"{self.path}: its disk cannot share memory between processes; use a local one"
             )
-
-    def _side_file(self, suffix: str) -> Path:
-        return self.path.with_name(self.path.name + suffix)
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 from msgspec.structs import asdict
 
-from tokenproxy.record.index import FOUND_AT_MOST, Candidate, CandidateGroup, Found, IndexedTurn, IndexEntry
 from tokenproxy.record.store import (
     DAMAGED,
     DESCRIPTION,
@@ -27,7 +26,15 @@ from tokenproxy.record.store import (
     StoreUnusable,
     Unreadable,
 )
-from tokenproxy.record.turn import request_time
+from tokenproxy.record.turn import (
+    FOUND_AT_MOST,
+    Candidate,
+    CandidateGroup,
+    Found,
+    IndexedTurn,
+    IndexEntry,
+    request_time,
+)
 from tokenproxy.store.packed import is_damaged, pack_entries, text, unpack_entries
 
 SCHEMA_VERSION = 6
@@ -80,7 +87,8 @@ CREATE TRIGGER value_removed AFTER DELETE ON kept BEGIN
 PRAGMA application_id = {_APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 """
-"""`state` of a turn: 0 open, 1 claimed, 2 continued. `last` of `totals` is the last position of the feed."""
+"""`state` of a turn: 0 open, 2 continued, else until when it is claimed at least. `last` of `totals` is the
+last position of the feed."""
 _STATEMENTS = [statement.strip() for statement in _SCHEMA.split(";\n") if statement.strip()]
 _CREATED = {" ".join(each.split()) for each in _STATEMENTS if each.startswith("CREATE")}
 """What SQLite keeps of the statements, each as one line."""

@@ -55,7 +55,7 @@ class MemoryDatabase:
         weakref.finalize(self, self._connection.close)
         prepare(self._connection)
 
-    async def open(self, prepare: Work[None]) -> None:
+    async def open(self) -> None:
         """Nothing: the tables are there."""
 
     async def aclose(self) -> None:
@@ -75,9 +75,10 @@ class MemoryDatabase:
 class Database:
     """One file: `write` and `read` from an event loop, between `open` and `aclose`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, prepare: Work[None]) -> None:
+        """`prepare` creates the tables where there are none."""
         self._path = path
-        self._file: DatabaseFile | None = None
+        self._file = DatabaseFile(path, prepare)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._writer: threading.Thread | None = None
         self._readers: ThreadPoolExecutor | None = None
@@ -86,37 +87,35 @@ class Database:
         self._logged = 0
         """Bytes in the log since the last checkpoint, roughly."""
 
-    async def open(self, prepare: Work[None]) -> None:
-        """Connect, let `prepare` create the tables, and start the threads.
+    async def open(self) -> None:
+        """Connect, create the tables where there are none, and start the threads.
 
         Raises:
             StoreError: the file cannot be opened, or `prepare` refuses it.
         """
-        file = DatabaseFile(self._path, prepare)
         readers = ThreadPoolExecutor(_READERS, "store-read")
         try:
-            await asyncio.get_running_loop().run_in_executor(readers, self._read, file, _nothing)
+            await asyncio.get_running_loop().run_in_executor(readers, self._read, lambda _: None)
         except BaseException:  # whatever it was, nobody else closes the file
             readers.shutdown(wait=False)
-            file.close()
+            self._file.close()
             raise
-        self._file, self._readers = file, readers
+        self._readers = readers
         # daemon: a process that forgot `aclose` must be able to end
-        self._writer = threading.Thread(target=self._serve, args=(file,), name="store-write", daemon=True)
+        self._writer = threading.Thread(target=self._serve, name="store-write", daemon=True)
         self._writer.start()
 
     async def aclose(self) -> None:
         """Finish the writes that wait, then close the file."""
-        writer, readers, file = self._writer, self._readers, self._file
-        self._writer = self._readers = self._file = None
+        writer, readers = self._writer, self._readers
+        self._writer = self._readers = None
         if writer is not None:
             self._jobs.put(None)
             await asyncio.to_thread(writer.join, _CLOSE_S)
             await asyncio.to_thread(self._checkpoints.shutdown)
         if readers is not None:
             await asyncio.to_thread(readers.shutdown)
-        if file is not None:
-            await asyncio.to_thread(file.close)
+        await asyncio.to_thread(self._file.close)
 
     async def write(self, work: Work[T], size: int = 0) -> T:
         """Run `work` in a transaction that it may share with other writes; returns after the commit.
@@ -132,12 +131,12 @@ class Database:
 
     async def read(self, work: Work[T]) -> T:
         """Run `work`, which changes nothing; all its queries see the same state."""
-        if self._readers is None or self._file is None:
+        if self._readers is None:
             raise StoreError(f"{self._path} is not open")
-        return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, self._file, work)
+        return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, work)
 
-    def _read(self, file: DatabaseFile, work: Work[T]) -> T:
-        with explained(self._path), file.connection(waits=True) as connection:
+    def _read(self, work: Work[T]) -> T:
+        with explained(self._path), self._file.connection(waits=True) as connection:
             connection.execute("BEGIN")
             try:
                 return work(connection)
@@ -146,7 +145,7 @@ class Database:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
 
-    def _serve(self, file: DatabaseFile) -> None:
+    def _serve(self) -> None:
         """Run in the writer's thread: commit the jobs in groups until a None arrives."""
         more = True
         while more:
@@ -161,50 +160,41 @@ class Database:
                 job = self._jobs.get()
             more = job is not None
             if group:
-                self._commit(file, group)
-                self._checkpoint_if_due(file, sum(job.size + _WRITE_BYTES for job in group))
+                self._commit(group)
+                self._logged += sum([job.size + _WRITE_BYTES for job in group])
+            if self._logged >= _CHECKPOINT_BYTES and (self._checkpoint is None or self._checkpoint.done()):
+                self._logged = 0
+                self._checkpoint = self._checkpoints.submit(self._copy_log)
 
-    def _checkpoint_if_due(self, file: DatabaseFile, size: int) -> None:
-        self._logged += size
-        if self._logged >= _CHECKPOINT_BYTES and (self._checkpoint is None or self._checkpoint.done()):
-            self._logged = 0
-            self._checkpoint = self._checkpoints.submit(_copy_log, file)
-
-    def _commit(self, file: DatabaseFile, group: Sequence[_Job]) -> None:
+    def _commit(self, group: Sequence[_Job]) -> None:
         """All in one transaction; if that fails, each in its own, so that one cannot spoil the others."""
         try:
             with explained(self._path):
-                outcomes = _run(file, group)
+                outcomes = self._run(group)
         except Exception as error:  # noqa: BLE001 - the boundary of the thread: the futures get it
             if len(group) > 1 and not isinstance(error.__cause__, sqlite3.OperationalError):
                 for job in group:
-                    self._commit(file, [job])
+                    self._commit([job])
                 return
             outcomes = [error] * len(group)
         # a loop that was closed has no callers left
         with suppress(RuntimeError):
             group[0].future.get_loop().call_soon_threadsafe(_settle, group, outcomes)
 
+    def _run(self, group: Sequence[_Job]) -> list[Any]:
+        """Run jobs in one transaction, in the file that has the name after the commit."""
+        for _ in range(_REPLACED_AT_MOST):
+            with self._file.connection(waits=False) as connection:
+                with transaction(connection, group[0].deadline):
+                    results = [job.work(connection) for job in group]
+                if not self._file.moved():
+                    return results
+        raise StoreError("the file of the store is deleted again and again")
 
-def _run(file: DatabaseFile, group: Sequence[_Job]) -> list[Any]:
-    """Run jobs in one transaction, in the file that has the name after the commit."""
-    for _ in range(_REPLACED_AT_MOST):
-        with file.connection(waits=False) as connection:
-            with transaction(connection, group[0].deadline):
-                results = [job.work(connection) for job in group]
-            if not file.moved():
-                return results
-    raise StoreError("the file of the store is deleted again and again")
-
-
-def _nothing(connection: sqlite3.Connection) -> None:
-    """To open the file is all."""
-
-
-def _copy_log(file: DatabaseFile) -> None:
-    # if something is wrong with the file, the next write reports it
-    with suppress(sqlite3.Error), closing(file.connect()) as connection:
-        connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+    def _copy_log(self) -> None:
+        # if something is wrong with the file, the next write reports it
+        with suppress(sqlite3.Error), closing(self._file.connect()) as connection:
+            connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
 
 def _settle(group: Sequence[_Job], outcomes: Sequence[Any]) -> None:

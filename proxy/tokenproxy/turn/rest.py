@@ -76,7 +76,7 @@ class Rest(msgspec.Struct, frozen=True):
 
 def can_resume(request: ChatRequest, plan: PromptPlan) -> bool:
     """Whether a turn can be resumed at all, wherever its engine breaks off."""
-    fields, conversation = request.fields, plan.placement.conversation
+    fields, conversation = request.fields, plan.conversation
     return not (
         request.engine_route is not EngineRoute.CHAT
         or conversation is None

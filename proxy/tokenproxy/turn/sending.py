@@ -130,7 +130,7 @@ class PlannedTurn:
         self.replica, weights = replica, services.fleet.weights
         self.tag = weights.begin(replica, stream=request.stream)
         self.segments.begin(self.tag)
-        recorded = plan.placement.conversation is not None
+        recorded = plan.conversation is not None
         fields = _request_for_engine(request, evidence=recorded or request.visible.on_messages)
         if services.settings.cache_salt_by_version and replica.weight_version is not None:
             fields.setdefault("cache_salt", raw(replica.weight_version))
@@ -192,8 +192,8 @@ class PlannedTurn:
         beginning: tuple[bytes, ...] = (plan.prompt,)
         for prompt in plan.prompts:
             ids += prompt.reused + prompt.appended
-            holder = holder or prompt.placement.holder
-            if prompt.prompt and not prompt.placement.holder:
+            holder = holder or prompt.holder
+            if prompt.prompt and not prompt.holder:
                 prompts.append(prompt.prompt)
         context_ids = ids
         if plan.source is Source.RENDERED:
@@ -305,7 +305,7 @@ def _headers(request: ChatRequest, plan: PromptPlan) -> Headers:
     if plan.rollout is None:
         return headers
     headers = [pair for pair in headers if pair[0] != _SESSION_HEADER]
-    return [*headers, (_SESSION_HEADER, plan.placement.session.name.encode())]
+    return [*headers, (_SESSION_HEADER, plan.session.name.encode())]
 
 
 def _conversation(plan: PromptPlan) -> str:
@@ -314,14 +314,14 @@ def _conversation(plan: PromptPlan) -> str:
     It is the rollout. If a history is recognised in none of its requests, each of them starts a new rollout;
     the key is then a digest of the messages up to the first assistant turn, which these requests share.
     """
-    placement, conversation = plan.placement, plan.placement.conversation
-    if not placement.new_rollout and conversation is not None:
-        return placement.session.id
+    conversation = plan.conversation
+    if not plan.new_rollout and conversation is not None:
+        return plan.session.id
     first_turn = plan.reason is Reason.FIRST_TURN or plan.source is not Source.RENDERED
     if conversation is None or first_turn or not conversation.ends:
-        return placement.session.id
+        return plan.session.id
     answer = conversation.messages[conversation.ends[-1]]
-    return f"{placement.scope.tenant}/beginning/{answer.loose.hex()}"
+    return f"{plan.scope.tenant}/beginning/{answer.loose.hex()}"
 
 
 # --- reports: headers, metrics, traces, the access log
@@ -347,7 +347,7 @@ def describe(planning: Span, request: ChatRequest, plan: PromptPlan) -> None:
     OpenTelemetry's names for generative AI."""
     if planning.recording:
         attributes = {f"tokenproxy.prompt.{name}": value for name, value in _described(plan).items()}
-        planning.set({**attributes, "tokenproxy.prompt.candidates": plan.placement.match.candidates})
+        planning.set({**attributes, "tokenproxy.prompt.candidates": plan.match.candidates})
     exchange = running_exchange()
     if exchange is None or not exchange.span.recording:
         return
@@ -355,12 +355,12 @@ def describe(planning: Span, request: ChatRequest, plan: PromptPlan) -> None:
     exchange.engine_attributes = {
         "gen_ai.operation.name": ("chat" if request.engine_route is EngineRoute.CHAT else "text_completion"),
         "gen_ai.provider.name": "vllm",
-        "gen_ai.request.model": request.model or plan.placement.scope.model,
+        "gen_ai.request.model": request.model or plan.scope.model,
         "gen_ai.request.temperature": request.temperature,
         "gen_ai.request.max_tokens": int(max_tokens) if max_tokens and max_tokens.isdigit() else None,
         "gen_ai.request.choice.count": request.choices if request.choices > 1 else None,
         "gen_ai.request.stream": request.stream,
-        "gen_ai.conversation.id": plan.placement.session.name if plan.rollout is not None else None,
+        "gen_ai.conversation.id": plan.session.name if plan.rollout is not None else None,
     }
     exchange.span.set(exchange.engine_attributes)
 
@@ -370,8 +370,8 @@ def _described(plan: PromptPlan) -> dict[str, Value | None]:
     return {
         "source": str(plan.source),
         "reason": str(plan.reason) if plan.reason else None,
-        "session": plan.placement.session.name if plan.rollout is not None else None,
-        "turn": plan.placement.turn_id if plan.placement.conversation is not None else None,
+        "session": plan.session.name if plan.rollout is not None else None,
+        "turn": plan.turn_id if plan.conversation is not None else None,
         "reused": sum(prompt.reused for prompt in plan.prompts) if has_ids else None,
         "appended": plan.appended if has_ids else None,
     }
@@ -381,7 +381,7 @@ def add_prompt_headers(response: Response, plan: PromptPlan) -> None:
     """Report on a successful response where its prompts came from and where their turns are recorded."""
     if response.status >= 400:
         return
-    said, candidates = _described(plan), plan.placement.match.candidates
+    said, candidates = _described(plan), plan.match.candidates
     headers = {
         b"x-prompt-source": said["source"],
         b"x-prompt-reused": said["reused"] or 0,

@@ -75,8 +75,8 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
             return BytesResponse(response.status, response.headers, await response.read())
 
         answer.hides_weights = turn.hides_weights
-        if plan.placement.conversation is not None:
-            answer.turn_id = plan.placement.turn_id
+        if plan.conversation is not None:
+            answer.turn_id = plan.turn_id
         if not isinstance(response, BytesResponse) and isinstance(answer, StreamedAnswer):
             await recording.announce()
             cleanup = stack.pop_all()

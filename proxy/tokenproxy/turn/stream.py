@@ -63,7 +63,7 @@ class RecordedStream:
         self._response = response
         self._blocks = _Blocks(response.chunks())
         plan = recording.plan
-        choices = plan.placement.request.choices * len(plan.prompts)
+        choices = plan.request.choices * len(plan.prompts)
         self._reader = CompletionReader(choices, plan.prompt, plan.batch)
         self._answer = answer
         self._recording = recording

@@ -11,8 +11,7 @@ from tokenproxy.base.errors import BadRequest
 from tokenproxy.base.fields import NULL, decode, join, parse, raw_value, read
 from tokenproxy.base.http import Request, Response, json_response, query_value
 from tokenproxy.base.types import Fields
-from tokenproxy.record.refusals import read_refusals
-from tokenproxy.record.session_rules import SessionRules
+from tokenproxy.record.session_rules import SessionRules, read_refusals
 from tokenproxy.record.store import DESCRIPTION, MAX_DESCRIPTION_BYTES, Session, session_id
 from tokenproxy.record.turn import Turn, new_id, unpack_alternatives, unpack_ids, unpack_logprobs
 from tokenproxy.record.vocabulary import Cause

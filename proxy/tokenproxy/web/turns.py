@@ -20,7 +20,7 @@ from tokenproxy.formats.responses.records import ResponseRecord, recall
 from tokenproxy.formats.responses.request import read_request
 from tokenproxy.formats.translated import serve_early, translated_error
 from tokenproxy.formats.trl import Prompt, TrlAnswer, batch_answer, parse_batch, turn_of
-from tokenproxy.record.refusals import count_refusal
+from tokenproxy.record.session_rules import count_refusal
 from tokenproxy.record.store import DOCUMENTS, StoreError, session_id
 from tokenproxy.record.store_time import StoreTime
 from tokenproxy.turn.serve import serve_turn

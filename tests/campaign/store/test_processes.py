@@ -5,8 +5,8 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 from tests.support.store_utils import Usage, add, digest_of, entry, make_turn, opened, usage
-from tokenproxy.record.index import Candidate
 from tokenproxy.record.store import Limits, Store
+from tokenproxy.record.turn import Candidate
 
 _PROCESSES = 8
 

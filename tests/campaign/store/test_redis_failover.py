@@ -14,8 +14,8 @@ from tests.support.redis_server import RedisServer, run_sentinel
 from tests.support.store_utils import add, digest_of, entry, make_session, make_turn, opened, usage
 from tests.support.utils import wait_until
 from tokenproxy.monitoring.metrics import Metrics
-from tokenproxy.record.index import IndexedTurn
 from tokenproxy.record.store import Limits, Store, StoreError
+from tokenproxy.record.turn import IndexedTurn
 from tokenproxy.store.guarded import GuardedStore
 from tokenproxy.store.urls import make_store
 

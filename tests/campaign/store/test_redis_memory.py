@@ -10,8 +10,7 @@ import redis
 from tests.support.redis_server import run_redis
 from tests.support.store_utils import add, entry, make_session, make_turn, opened, usage
 from tests.support.utils import wait_until
-from tokenproxy.record.index import IndexedTurn
-from tokenproxy.record.turn import Turn, pack_ids, pack_logprobs
+from tokenproxy.record.turn import IndexedTurn, Turn, pack_ids, pack_logprobs
 
 _TURNS_OF_A_ROLLOUT = 6
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from tests.support.trees import child, root
 from tests.support.viewer.browser import Viewer
 from tests.support.viewer.small_session import SMALL, SmallSession
-from tokenproxy.record.index import IndexedTurn
 from tokenproxy.record.store import Session, Store
-from tokenproxy.record.turn import new_id
+from tokenproxy.record.turn import IndexedTurn, new_id
 
 if TYPE_CHECKING:
     from playwright.async_api import Route

@@ -9,9 +9,8 @@ from tests.support.tiny_model import TinyModel
 from tests.support.trees import child, root
 from tests.support.viewer.browser import DARK, PHONE, PageOptions, Viewer, axe_is_installed
 from tests.support.viewer.small_session import SMALL, SmallSession
-from tokenproxy.record.index import IndexedTurn
 from tokenproxy.record.store import Session, Store
-from tokenproxy.record.turn import WeightSpan, new_id, pack_alternatives
+from tokenproxy.record.turn import IndexedTurn, WeightSpan, new_id, pack_alternatives
 
 _SERIOUS = ("serious", "critical")
 

@@ -5,9 +5,8 @@ from unittest import mock
 
 from tests.support.trees import child, root
 from tests.support.viewer.browser import Viewer
-from tokenproxy.record.index import IndexedTurn
 from tokenproxy.record.store import Session, Store
-from tokenproxy.record.turn import Turn, new_id
+from tokenproxy.record.turn import IndexedTurn, Turn, new_id
 
 _EMPTY: dict[str, Any] = {"message": b"{}", "messages": b"[]"}
 

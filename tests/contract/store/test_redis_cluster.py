@@ -11,8 +11,8 @@ from redis.crc import key_slot
 from tests.support.redis_cluster import run_cluster
 from tests.support.redis_server import run_sentinel
 from tests.support.store_utils import add, digest_of, entry, make_session, make_turn, opened, usage
-from tokenproxy.record.index import IndexedTurn
 from tokenproxy.record.store import Limits, StoreError, StoreUnusable
+from tokenproxy.record.turn import IndexedTurn
 from tokenproxy.record.vocabulary import Cause
 from tokenproxy.store.urls import make_store
 

@@ -6,9 +6,8 @@ import random
 import pytest
 
 from tests.support.store_utils import add, digest_of, entry, make_session, make_turn
-from tokenproxy.record.index import FOUND_AT_MOST, Candidate, CandidateGroup, Found, IndexedTurn
 from tokenproxy.record.store import Store
-from tokenproxy.record.turn import Turn
+from tokenproxy.record.turn import FOUND_AT_MOST, Candidate, CandidateGroup, Found, IndexedTurn, Turn
 
 _KEY = digest_of("k")
 

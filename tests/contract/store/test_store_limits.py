@@ -6,8 +6,8 @@ import pytest
 import redis
 
 from tests.support.store_utils import Usage, add, digest_of, entry, make_session, make_turn, opened, usage
-from tokenproxy.record.index import IndexedTurn
 from tokenproxy.record.store import Evicted, Limits, Store
+from tokenproxy.record.turn import IndexedTurn
 
 _LIMIT = 20_000
 _TARGET = 18_000

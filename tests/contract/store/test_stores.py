@@ -17,9 +17,9 @@ from tests.support.store_utils import (
     opened,
     usage,
 )
-from tokenproxy.record.index import IndexedTurn
 from tokenproxy.record.store import DOCUMENTS, Evicted, Limits, Store
 from tokenproxy.record.turn import (
+    IndexedTurn,
     PromptImage,
     Segment,
     WeightSpan,

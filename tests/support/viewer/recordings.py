@@ -31,10 +31,9 @@ from tests.support.viewer.recorder import (
     system,
 )
 from tests.support.viewer.small_session import READ_FILE, small_session
-from tokenproxy.record.index import IndexedTurn
 from tokenproxy.record.origin import RequestClass
 from tokenproxy.record.store import Limits, Session, Store
-from tokenproxy.record.turn import Turn, WeightSpan
+from tokenproxy.record.turn import IndexedTurn, Turn, WeightSpan
 from tokenproxy.record.vocabulary import Cause
 
 HOSTILE, LONG, DEEP = "hostile", "long", "deep"

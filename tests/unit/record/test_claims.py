@@ -13,7 +13,7 @@ from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.claims import Claims, Tasks
 from tokenproxy.record.completion import Completion, SampledChoice
 from tokenproxy.record.history import History
-from tokenproxy.record.plan import Placement, PromptPlan, ServedModel, place
+from tokenproxy.record.plan import PromptPlan, ServedModel, place
 from tokenproxy.record.recorder import Recording
 from tokenproxy.record.store import StoreError
 
@@ -26,7 +26,7 @@ def _request(count: int, prompt: list[int]) -> ChatRequest:
 
 
 def _claimed(plan: PromptPlan) -> str | None:
-    match = plan.placement.match
+    match = plan.match
     return match.turn.id if match.turn is not None and match.claimed else None
 
 
@@ -40,7 +40,7 @@ async def test_what_was_claimed_is_released_if_another_prompt_fails(
             await Recording(history, plan, claims).add(Completion(None, [choice], 1))
     placed = 0
 
-    def fail_at_last(*args: Any) -> Placement:
+    def fail_at_last(*args: Any) -> PromptPlan:
         nonlocal placed
         placed += 1
         if placed == 3:
@@ -83,7 +83,7 @@ async def test_a_deleted_rollout_is_not_recorded_and_the_others_are(history: His
     async with Claims(history.pins) as claims:
         plan = await history.planner.plan(_request(2, [5]), _MODEL, claims)
     recording = Recording(history, plan, claims)
-    gone, kept = (prompt.placement.session.id for prompt in plan.prompts)
+    gone, kept = (prompt.session.id for prompt in plan.prompts)
     history.forget(gone)
     choices = [SampledChoice(at, {}, [1], [0.0], "stop", prompt_ids=b"[5]") for at in (0, 1)]
     await recording.add(Completion(None, choices, 2))

@@ -67,7 +67,7 @@ async def test_only_a_turn_with_the_same_images_is_continued(history: History) -
     first, second = sorted(turn.id for turn in await history.store.turns("s"))
     for image, parent in ((red, first), (blue, second), (green, None)):
         plan = await _plan(history, _WITH_IMAGES, [*whole, 7], image)
-        assert (plan.placement.parent.id if plan.placement.parent else None) == parent
+        assert (plan.parent.id if plan.parent else None) == parent
     with pytest.raises(BadRequest) as refused:
         await _plan(history, _WITH_IMAGES, [*whole, 7])
     assert (refused.value.param, refused.value.code) == ("images", "images_missing")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.recording import Record, assistant, chat_request, scope_of, session_ref, user
-from tokenproxy.record.index import FOUND_AT_MOST
+from tokenproxy.record.turn import FOUND_AT_MOST
 from tokenproxy.record.vocabulary import Reason
 
 _MORE = user("more")

@@ -32,8 +32,8 @@ def _extending(tools: bytes = _TOOLS) -> PromptPlan:
     """A plan that continues ids 5, 6, 7, sampled with tools."""
     turn = root("1", [5, 6], [7], scope=scope_of("s", tools=_TOOLS).parts)
     parent = cached_turn([turn], None, b"[5,6,7]", hash_ids(None, turn.appended, turn.completion))
-    placement = replace(_plan(tools).placement, parent=parent, first_new=2)
-    return PromptPlan(source=Source.EXTENDED, placement=placement, prompt=b"[5,6,7,8]")
+    extended = {"source": Source.EXTENDED, "prompt": b"[5,6,7,8]"}
+    return replace(_plan(tools), parent=parent, first_new=2, **extended)
 
 
 def _sampled(index: int = 0, **fields: Any) -> SampledChoice:
@@ -74,8 +74,8 @@ def test_each_choice_is_a_turn_and_one_holds_the_prompt() -> None:
     plan = _plan()
     turns = [new.turn for new in new_turns(plan, Completion(b"[1]", choices, 5), None)]
     assert [turn.choice for turn in turns] == [0, 1, 2]
-    assert [turn.id for turn in turns] == [turn_id(plan.placement.turn_id, n) for n in range(3)]
-    assert {turn.request for turn in turns} == {plan.placement.turn_id}
+    assert [turn.id for turn in turns] == [turn_id(plan.turn_id, n) for n in range(3)]
+    assert {turn.request for turn in turns} == {plan.turn_id}
     assert [turn.prompt_turn for turn in turns] == [None, turns[0].id, turns[0].id]
     assert [bool(turn.appended) for turn in turns] == [True, False, False]
     assert [turn.prompt_tokens for turn in turns] == [1, 1, 1]

@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from tokenproxy.record.store_time import abandon_if_cancelled, within
+from tokenproxy.record.store_time import within
+from tokenproxy.store.redis_servers import abandon_if_cancelled
 
 
 async def test_a_result_that_arrived_while_the_loop_was_busy_counts() -> None:
