@@ -22,7 +22,7 @@ import msgspec
 from tokenproxy.base.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable
 from tokenproxy.base.http import BytesResponse, Response, header, is_event_stream
 from tokenproxy.engine.sse import whole_events
-from tokenproxy.fleet.admission import Context
+from tokenproxy.fleet.admission import Conversation
 from tokenproxy.fleet.choosing import Routing
 from tokenproxy.fleet.replica import Replica
 from tokenproxy.monitoring.exchange import queued
@@ -153,12 +153,12 @@ class Run:
     """A request that counts as running on a replica until it ends; the response, if that is a stream."""
 
     def __init__(
-        self, fleet: "Fleet", replica: Replica, routing: Routing, context: Context | None = None
+        self, fleet: "Fleet", replica: Replica, routing: Routing, first: Conversation | None = None
     ) -> None:
         """Count the request as running.
 
         Args:
-            context: that of a conversation which is not active.
+            first: its conversation, if that is not active.
         """
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
@@ -169,7 +169,7 @@ class Run:
         self._lease.samples = routing.completion
         replica.breaker.started(self._lease)  # at once: the next in the queue must not be a second trial
         if routing.conversation:
-            fleet.conversations.begin(routing, replica, context)
+            fleet.conversations.begin(routing, replica, first)
         self._response: Response | None = None
         self._chunks: AsyncIterator[bytes]
         self._first: bytes | None = None
