@@ -195,7 +195,7 @@ class Run:
             if begun.status not in _BAD_STATUSES or _says_paused(begun):
                 replica.breaker.succeeded()
             self.end()
-        elif replica.breaker.on_trial:
+        elif replica.breaker.trial is not None:
             replica.breaker.succeeded()
         if begun.status < 400 and len(self._fleet.replicas) > 1:
             for prompt in self._routing.prompts:

@@ -22,7 +22,8 @@ from tokenproxy.engine.discovery import NO_TOKEN_IN
 from tokenproxy.fleet.admission import Admission, Conversations
 from tokenproxy.fleet.choosing import Choose, PrefixCaches, Routing, sticky_least_loaded
 from tokenproxy.fleet.dispatch import Run, Suspects, Work, dispatch
-from tokenproxy.fleet.health import BreakerState, FleetWatch
+from tokenproxy.fleet.health import FleetWatch
+from tokenproxy.fleet.load import BreakerState
 from tokenproxy.fleet.model import FleetModel, choose_model
 from tokenproxy.fleet.queue import FairQueue, Priority
 from tokenproxy.fleet.replica import Replica
