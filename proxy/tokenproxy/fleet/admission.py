@@ -196,8 +196,8 @@ class Conversations:
             active = self._active[key] = first or Conversation()
             self._counts[replica.name] += 1
         else:
-            if routing.completion:
-                self._note_pause(active)
+            if routing.completion and not active.running:
+                self._pauses.append(self.clock() - active.used)
             if active.replica != replica.name:
                 self._counts.update({active.replica: -1, replica.name: 1})
         active.replica = replica.name
@@ -211,7 +211,8 @@ class Conversations:
         """Let a request of a conversation wait for room: that is no pause, and counts for the bound."""
         active, began = self._active.get(key), self.clock()
         if active is not None:
-            self._note_pause(active)
+            if not active.running:
+                self._pauses.append(began - active.used)
             active.running += 1
         try:
             yield
@@ -254,10 +255,6 @@ class Conversations:
             return -math.inf if waits else self.clock()
         usual_s = sorted(self._pauses)[len(self._pauses) // 2]
         return self.clock() - (max(_SHORTEST_S, _TIMES_LONGER * usual_s) if usual_s < math.inf else 0.0)
-
-    def _note_pause(self, active: Conversation) -> None:
-        if not active.running:
-            self._pauses.append(self.clock() - active.used)
 
     def count(self, replica: str) -> int:
         """Number of active conversations on a replica."""

@@ -253,8 +253,9 @@ class Fleet:
             return Run(self, self._chosen(free, routing), routing, admission.conversation) if free else None
 
         priority = admission.priority
-        overtakes = not self.queue.has_before(priority) or (suspension.active and not routing.samples)
-        if overtakes and (run := take()) is not None:
+        waits = self.queue.waiting and self.queue.has_before(priority)
+        overtakes = suspension.active and not routing.samples
+        if (overtakes or not waits) and (run := take()) is not None:
             return run
         for_room = priority is not Priority.ADMITTED
         with queued(for_room=for_room), self.conversations.waiting(routing.conversation):

@@ -71,7 +71,7 @@ class Load:
         return len(self.running)
 
     def begin(self, ids: int) -> Lease:
-        """Count a request until `end`."""
+        """Count a request until it is removed from `running`."""
         now = self.clock()
         if not self.running:
             self._progressed = now
@@ -80,10 +80,6 @@ class Load:
             next(iter(self.running)).alone = False
         self.running.add(lease)
         return lease
-
-    def end(self, lease: Lease) -> None:
-        """Remove a request that ended. A second call does nothing."""
-        self.running.discard(lease)
 
     def give_up(self, now: float, *, gone: bool) -> None:
         """End the wait of requests without a first byte, so that they can run on another replica.

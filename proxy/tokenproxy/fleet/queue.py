@@ -111,7 +111,7 @@ class FairQueue(Generic[T]):
 
     def has_before(self, priority: Priority) -> bool:
         """Whether requests wait that are served before a new one of a priority."""
-        return self.waiting > 0 and any(self._lines[: priority + 1])
+        return any(self._lines[: priority + 1])
 
     async def acquire(
         self,

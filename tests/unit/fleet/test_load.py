@@ -85,8 +85,7 @@ def test_a_load_counts_requests_and_a_pause_is_no_silence() -> None:
     first, second = load.begin(60), load.begin(1)
     first.samples = True
     assert load.requests == 2
-    load.end(second)
-    load.end(second)
+    load.running.remove(second)
     assert load.requests == 1
     time[0] += 30
     assert load.silent_s() == 30
@@ -102,7 +101,7 @@ def test_a_silence_is_usual_as_long_as_prompts_take_to_read() -> None:
     lease = load.begin(100)
     time[0] += 2
     load.answered(lease)
-    load.end(lease)
+    load.running.remove(lease)
     assert load.usual_silence_s() == 2
     load.begin(1000).deadline = asyncio.Timeout(None)
     assert load.usual_silence_s() == pytest.approx(20)
