@@ -6,7 +6,8 @@ import secrets
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +15,6 @@ import httpx
 
 from tokenproxy.agents.child import NOT_EXECUTABLE, NOT_FOUND, Ended, run_child
 from tokenproxy.agents.programs import PROGRAMS, Target, Variables, variables_for
-from tokenproxy.agents.report import table
 from tokenproxy.base.errors import UsageError
 from tokenproxy.base.urls import LOCAL_URL, normalise_base_url
 from tokenproxy.client import (
@@ -25,6 +25,7 @@ from tokenproxy.client import (
     NoResponse,
     ProxyError,
     SessionInfo,
+    SessionSampleList,
     UnknownResource,
     UnreadableResponse,
 )
@@ -213,7 +214,7 @@ def _report(
         return
     before = {turn["id"] for turn in earlier.turns} if earlier else set()
     if session.turns:
-        print(table(session, samples, before, reward), file=sys.stderr)
+        print(_table(session, samples, before, reward), file=sys.stderr)
     if refusals := session.refusals - (earlier.refusals if earlier else 0):
         _say(f"{refusals} requests refused, the last one: {session.last_refusal}")
     if before.issuperset(turn["id"] for turn in session.turns):
@@ -224,6 +225,50 @@ def _report(
             )
     elif reward is None:
         _say(f'set a reward: POST {options.url}/v1/sessions/{name}/reward {{"reward": 1.0}}')
+
+
+def _table(
+    session: SessionInfo, samples: SessionSampleList, before: Collection[str], reward: float | None
+) -> str:
+    """The counts of a session as lines of text.
+
+    Args:
+        before: the ids of turns that were there before the command ran.
+        reward: what the exit code gave; None if it gives none.
+    """
+    turns = session.turns
+    sampled = sum(turn["completion_tokens"] for turn in turns)
+    aborted = sum(turn["finish_reason"] == "abort" for turn in turns)
+    new = sum(turn["id"] not in before for turn in turns)
+    words = [f"{sampled} ids sampled"]
+    words += [f"{new} turns are new"] if new != len(turns) else []
+    words += [f"{aborted} aborted"] if aborted else []
+    # rendered although they are no first turns
+    rendered = Counter(
+        turn["reason"] for turn in turns if not turn["parent"] and turn["reason"] not in (None, "first_turn")
+    )
+    children = Counter(turn["parent"] for turn in turns if turn["parent"])
+    extended, again = children.total(), rendered.total()
+    classes = Counter(turn.get("request_class") or "unknown" for turn in turns)
+    refused = Counter(leaf["reason"] for leaf in samples.refused)
+    trained = sum(sum(sample["loss_mask"]) for sample in samples.samples)
+    rows: list[tuple[str, Any, str]] = [
+        ("turns", len(turns), "; ".join(words)),
+        ("exact", extended, f"of {extended + again} that continue a conversation"),
+        ("  rendered", again, _counts(rendered)),
+        ("roots", len(turns) - extended, f"conversations; {extended - len(children)} forks"),
+        ("agents", len(session.agents), f"turns by class: {_counts(classes)}"),
+        ("samples", len(samples.samples), f"{trained} ids to train on"),
+        ("  refused", refused.total(), _counts(refused)),
+    ]
+    lines = [row for row in rows if row[1] or not row[0].startswith(" ")]
+    if reward is not None:
+        lines.append(("reward", f"{reward:g}", "from the exit code"))
+    return "\n".join(f"  {name:<10} {value:>8}  {text}".rstrip() for name, value, text in lines)
+
+
+def _counts(counter: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counter.most_common())
 
 
 def _say(message: str) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from tokenproxy.base.urls import LOCAL_URL, PORT
@@ -149,53 +150,29 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         default="plain",
         help="the trainer whose field names to use (default: %(default)s, with all fields)",
     )
-    add(
-        "--session",
-        action="append",
-        default=[],
-        metavar="ID",
-        help="export only this session; repeatable (default: all)",
-    )
+    repeatable = partial(add, action="append", default=[])
+    repeatable("--session", metavar="ID", help="export only this session; repeatable (default: all)")
     add(
         "--shared",
         choices=("once", "each"),
         default="once",
         help="train turns that several samples share once, or in each of them (default: %(default)s)",
     )
-    add(
+    repeatable(
         "--class",
         dest="classes",
-        action="append",
-        default=[],
         metavar="CLASS",
         help="train only turns of this class (main, subagent, compaction, ..., unknown); repeatable",
     )
-    add(
-        "--on-policy",
-        action="store_true",
-        help="train only turns that were sampled by the policy of their session",
-    )
+    on_policy = "train only turns that were sampled by the policy of their session"
+    add("--on-policy", action="store_true", help=on_policy)
     add("--follow", action="store_true", help="add finished rollouts to FILE as they come, until Ctrl-C")
-    add(
-        "--after",
-        type=_cursor,
-        metavar="CURSOR",
-        help="with --follow: continue after this position of the feed",
-    )
-    add(
-        "--metadata",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="with --follow: only sessions with this metadata; repeatable",
-    )
-    add(
-        "--weight-version",
-        action="append",
-        default=[],
-        metavar="V",
-        help="with --follow: only samples whose turns were all sampled by these weights; repeatable",
-    )
+    after = "with --follow: continue after this position of the feed"
+    add("--after", type=_cursor, metavar="CURSOR", help=after)
+    metadata = "with --follow: only sessions with this metadata; repeatable"
+    repeatable("--metadata", metavar="KEY=VALUE", help=metadata)
+    weights = "with --follow: only samples whose turns were all sampled by these weights; repeatable"
+    repeatable("--weight-version", metavar="V", help=weights)
     add("--config", type=Path, metavar="FILE", help="YAML file with settings")
 
 

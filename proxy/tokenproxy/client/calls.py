@@ -1,9 +1,9 @@
 """The requests of a client as values: what is sent, and how its response is read. Does no input or output."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, Unpack
 from urllib.parse import quote
 
 import httpx
@@ -22,6 +22,7 @@ from tokenproxy.client.values import (
     FeedPage,
     FeedSelection,
     ModelInfo,
+    SampleSelection,
     SessionInfo,
     SessionSampleList,
     TokenTurn,
@@ -174,34 +175,27 @@ def set_rewards(session: str, rewards: Mapping[str, float]) -> Call[dict[str, fl
     return Call("POST", path, _field("rewards", dict[str, float]), body=body)
 
 
-def session_samples(
-    session: str, layout: str, shared: str, classes: Iterable[str], on_policy: bool
-) -> Call[SessionSampleList]:
+def session_samples(session: str, **selection: Unpack[SampleSelection]) -> Call[SessionSampleList]:
     """The samples of one session."""
-    query = [("layout", layout), ("shared", shared), *(("class", name) for name in classes)]
-    query += [("on_policy", "true")] if on_policy else []
+    query = _selected(selection)
     return Call("GET", _session_path(session, "/samples"), _reader(SessionSampleList), query=query)
 
 
+def _selected(selection: SampleSelection) -> list[tuple[str, str]]:
+    """The part of a query that selects samples."""
+    query = [("layout", selection.get("layout", "plain")), ("shared", selection.get("shared", "once"))]
+    query += [("class", name) for name in selection.get("classes", ())]
+    return [*query, ("on_policy", "true")] if selection.get("on_policy") else query
+
+
 def read_feed(
-    consumer: str | None,
-    after: str | None,
-    wait_s: float,
-    *,
-    limit: int = 16,
-    metadata: Mapping[str, str] | None = None,
-    weight_versions: Iterable[str] = (),
-    classes: Iterable[str] = (),
-    on_policy: bool = False,
-    layout: str = "plain",
-    shared: str = "once",
+    consumer: str | None, after: str | None, wait_s: float, **selection: Unpack[FeedSelection]
 ) -> Call[FeedPage]:
-    """Read finished rollouts, selected as `FeedSelection` describes."""
-    query = [("wait", f"{wait_s:g}"), ("limit", str(limit)), ("layout", layout), ("shared", shared)]
+    """Read finished rollouts."""
+    metadata, versions = selection.get("metadata"), selection.get("weight_versions", ())
+    query = [("wait", f"{wait_s:g}"), ("limit", str(selection.get("limit", 16)))]
     query += [("metadata", f"{key}={value}") for key, value in (metadata or {}).items()]
-    query += [("weight_version", version) for version in weight_versions]
-    query += [("class", name) for name in classes]
-    query += [("on_policy", "true")] if on_policy else []
+    query += [*(("weight_version", version) for version in versions), *_selected(selection)]
     if consumer is not None:
         query.append(("consumer", consumer))
     if after is not None:

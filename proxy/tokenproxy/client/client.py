@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, Self, TypeVar, Unpack
 
 import httpx
@@ -16,6 +16,7 @@ from tokenproxy.client.values import (
     FeedRollout,
     FeedSelection,
     ModelInfo,
+    SampleSelection,
     SessionFields,
     SessionInfo,
     SessionSampleList,
@@ -86,22 +87,9 @@ class Client:
         """Set the rewards of turns by their ids, and of the session by "". Returns all its rewards."""
         return self._run(calls.set_rewards(session, rewards))
 
-    def samples(
-        self,
-        session: str,
-        *,
-        classes: Iterable[str] = (),
-        on_policy: bool = False,
-        layout: str = "plain",
-        shared: str = "once",
-    ) -> SessionSampleList:
-        """The training samples of one session.
-
-        Args:
-            classes: of the turns to train on; empty for all.
-            on_policy: whether to train only on turns that were sampled by the session's policy.
-        """
-        return self._run(calls.session_samples(session, layout, shared, classes, on_policy))
+    def samples(self, session: str, **selection: Unpack[SampleSelection]) -> SessionSampleList:
+        """The training samples of one session."""
+        return self._run(calls.session_samples(session, **selection))
 
     def read_feed(
         self,
@@ -253,17 +241,9 @@ class AsyncClient:
         """See `Client.set_rewards`."""
         return await self._run(calls.set_rewards(session, rewards))
 
-    async def samples(
-        self,
-        session: str,
-        *,
-        classes: Iterable[str] = (),
-        on_policy: bool = False,
-        layout: str = "plain",
-        shared: str = "once",
-    ) -> SessionSampleList:
+    async def samples(self, session: str, **selection: Unpack[SampleSelection]) -> SessionSampleList:
         """See `Client.samples`."""
-        return await self._run(calls.session_samples(session, layout, shared, classes, on_policy))
+        return await self._run(calls.session_samples(session, **selection))
 
     async def read_feed(
         self,

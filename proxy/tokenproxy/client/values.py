@@ -20,15 +20,9 @@ class SessionFields(TypedDict, total=False):
     """Sampling parameters of all turns; with the `mode` `note` turns with others are only noted."""
 
 
-class FeedSelection(TypedDict, total=False):
-    """Which rollouts and samples are read from the feed, and in which form."""
+class SampleSelection(TypedDict, total=False):
+    """Which turns the samples train, and in which form."""
 
-    limit: int
-    """Of rollouts in one response; 16 if left out."""
-    metadata: Mapping[str, str] | None
-    """Values that the session's metadata must have."""
-    weight_versions: Iterable[str]
-    """Samples whose turns were all sampled by these weights; all samples if left out or empty."""
     classes: Iterable[str]
     """Of the turns to train on; all turns if left out or empty."""
     on_policy: bool
@@ -37,6 +31,17 @@ class FeedSelection(TypedDict, total=False):
     """Of the samples; `plain` if left out."""
     shared: str
     """Whether turns that samples share are trained `once` or in `each`; `once` if left out."""
+
+
+class FeedSelection(SampleSelection, total=False):
+    """Which rollouts and samples are read from the feed."""
+
+    limit: int
+    """Of rollouts in one response; 16 if left out."""
+    metadata: Mapping[str, str] | None
+    """Values that the session's metadata must have."""
+    weight_versions: Iterable[str]
+    """Samples whose turns were all sampled by these weights; all samples if left out or empty."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

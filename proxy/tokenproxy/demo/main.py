@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from types import FrameType
 from urllib.parse import quote
@@ -13,13 +14,22 @@ from openai import OpenAI, OpenAIError
 
 from tokenproxy.demo import ConversationError, DemoError, EngineStartError
 from tokenproxy.demo.checkpoint import default_cache_dir, ensure_checkpoint
-from tokenproxy.demo.conversation import ChatRoute, StockRoute, TokenRoute, converse
+from tokenproxy.demo.conversation import ChatRoute, Conversation, StockRoute, TokenRoute, Turn, converse
 from tokenproxy.demo.progress import Progress, print_progress
 from tokenproxy.demo.stack import MODEL_NAME, EngineProcess
-from tokenproxy.demo.table import render, summary
 from tokenproxy.viewer.page import single_file
 from tokenproxy.viewer.served import ViewError, page_from_server
 
+WIDTH = 100
+"""Columns of the terminal for which the table of two conversations is written."""
+
+_SIDE = (("prompt", 7), ("reused", 7), ("added", 6), ("exact", 6), ("cached", 7), ("out", 4), ("s", 5))
+_SIDE_WIDTH = sum(width for _, width in _SIDE)
+_LEGEND = (
+    "prompt: ids in the prompt; reused: its first ids, equal to those of the turn before; added:",
+    "the ids after them; exact: all ids of the turn before, prompt and completion, are reused; cached:",
+    "ids from the engine's prefix cache (whole blocks); out: ids sampled; s: seconds.",
+)
 _EXACT, _BROKEN, _NOT_RUN = 0, 1, 2
 
 _HOW_TO = """\
@@ -109,6 +119,46 @@ def _compare(url: str, progress: Progress, *, keeps_running: bool) -> int:
     sessions = [found.session for found in (tokens, chat, stock) if found.session is not None]
     _show_rollouts(url, key, sessions, keeps_running, progress)
     return _EXACT if all(result.exact == result.follow_ups for result in (tokens, chat)) else _BROKEN
+
+
+def render(left: Conversation, right: Conversation) -> str:
+    """The table, a legend and a summary line for each conversation. No line is longer than `WIDTH`."""
+    lines = [
+        _line("", "", left.route.center(_SIDE_WIDTH), right.route.center(_SIDE_WIDTH)),
+        _line("turn", "kind", *(_cells([name for name, _ in _SIDE]) for _ in range(2))),
+        "-" * len(_line("", "", " " * _SIDE_WIDTH, " " * _SIDE_WIDTH)),
+    ]
+    for left_turn, right_turn in zip_longest(left.turns, right.turns):
+        turn = left_turn or right_turn
+        lines.append(_line(str(turn.number), turn.kind, _side(left_turn), _side(right_turn)))
+    return "\n".join(line.rstrip() for line in [*lines, "", *_LEGEND, "", summary(left), summary(right)])
+
+
+def summary(conversation: Conversation) -> str:
+    """One line with the number of follow-up turns that are exact, and of those that drifted."""
+    total, exact = conversation.follow_ups, conversation.exact
+    if total == 0:
+        return f"{conversation.route}: no follow-up turns"
+    drifted = total - exact
+    line = f"{conversation.route}: {exact} of {total} follow-up turns exact ({exact / total:.0%})"
+    return f"{line}, {drifted} drifted" if drifted else line
+
+
+def _line(number: str, kind: str, left: str, right: str) -> str:
+    return f"{number:>4} {kind:<6} |{left} |{right}"
+
+
+def _side(turn: Turn | None) -> str:
+    if turn is None:
+        return " " * _SIDE_WIDTH
+    exact = {None: "-", True: "yes", False: "NO"}[turn.exact]
+    cached = "?" if turn.cached is None else str(turn.cached)
+    values = [turn.prompt, turn.reused, turn.appended, exact, cached, turn.completion, f"{turn.seconds:.1f}"]
+    return _cells(values)
+
+
+def _cells(values: Sequence[object]) -> str:
+    return "".join(f"{value!s:>{width}}" for value, (_, width) in zip(values, _SIDE, strict=True))
 
 
 def _show_rollouts(

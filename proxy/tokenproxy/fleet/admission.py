@@ -12,8 +12,12 @@ for longest loses its room first.
 """
 
 import hashlib
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tokenproxy.fleet.queue import Priority
@@ -23,21 +27,37 @@ if TYPE_CHECKING:
     from tokenproxy.fleet.fleet import Fleet
     from tokenproxy.fleet.replica import Replica
 
+IDLE_S = 60.0
+"""Seconds after its last request until a conversation that was not ended counts as over."""
+_TIMES_LONGER = 4
+"""How many times as long as the median pause between two turns an idle conversation keeps its room."""
+_SHORTEST_S = 1.0
+_FIRST_PAUSE_S = 5.0
+"""How long conversations keep their room before any of the fleet had a second turn."""
+_PAUSES = 255
 _PIECE_BYTES = 4096
 """Contexts with equal beginnings share pieces of so many bytes of text or JSON, some thousand ids."""
 
 
-class Context:
-    """The ids of a conversation: all that was sent and sampled."""
+class Conversation:
+    """A conversation, with the ids of its context: all that was sent and sampled."""
 
-    __slots__ = ("_estimated", "cache", "ids", "pieces")
+    __slots__ = ("_estimated", "cache", "ids", "pieces", "replica", "running", "used", "waited_s")
 
     def __init__(self, ids: int = 0, beginning: Sequence[bytes] = ()) -> None:
-        """The context of a conversation whose first prompt has about `ids` ids.
+        """A conversation that is not active yet, and whose first prompt has about `ids` ids.
 
         Args:
             beginning: the prompt as JSON, of ids or of messages: equal bytes stand for equal ids.
         """
+        self.replica = ""
+        """Name of the one that got its last request."""
+        self.used = 0.0
+        """When a request of it last began or ended."""
+        self.running = 0
+        """Number of its requests that run."""
+        self.waited_s = 0.0
+        """How long it waited for room in a cache."""
         self.ids = ids
         self.cache: CacheUse | None = None
         """Where it got room."""
@@ -86,10 +106,10 @@ class CacheUse:
         """How many contexts have room."""
         self._pieces: dict[bytes, tuple[int, int]] = {}
         """By piece, how many of the contexts begin with it, and its ids."""
-        self._idle: OrderedDict[Context, float] = OrderedDict()
-        """Contexts without a running request, with the time since when; the one idle for longest first."""
+        self._idle: dict[Conversation, None] = {}
+        """Conversations without a running request, the one idle for longest first."""
 
-    def fits(self, context: Context, idle_before: Callable[[], float]) -> bool:
+    def fits(self, context: Conversation, idle_before: Callable[[], float]) -> bool:
         """Whether a context has room. Those that are idle for too long lose theirs if need be.
 
         Args:
@@ -98,8 +118,8 @@ class CacheUse:
         if not self.size:
             return True
         while self.ids + context.ids + self._block_ids - self._shared(context) > self.size:
-            oldest, since = next(iter(self._idle.items()), (None, 0.0))
-            if oldest is None or since > idle_before():
+            oldest = next(iter(self._idle), None)
+            if oldest is None or oldest.used > idle_before():
                 return False
             self.remove(oldest)
         return True
@@ -108,11 +128,11 @@ class CacheUse:
         """Whether the cache is large enough for a context of so many ids, as far as its size is known."""
         return 0 < self.size >= ids + self._block_ids
 
-    def _shared(self, context: Context) -> int:
+    def _shared(self, context: Conversation) -> int:
         """Ids of a context without room that are in use already."""
         return sum([self._pieces[piece][1] for piece in context.pieces if piece in self._pieces])
 
-    def hold(self, context: Context, ids: int) -> None:
+    def hold(self, context: Conversation, ids: int) -> None:
         """Give room to a context of so many ids, of which a request begins, whether or not it fits."""
         if context.cache is not None:
             context.cache.remove(context)
@@ -124,18 +144,18 @@ class CacheUse:
         while self.ids > self.size and self._idle:
             self.remove(next(iter(self._idle)))
 
-    def pause(self, context: Context, now: float) -> None:
-        """Take note that the last running request of a context ended."""
-        self._idle[context] = now
+    def pause(self, context: Conversation) -> None:
+        """Take note that the last running request of a conversation ended."""
+        self._idle[context] = None
 
-    def remove(self, context: Context) -> None:
+    def remove(self, context: Conversation) -> None:
         """Take the room from a context that has it here."""
         context.cache = None
         self.contexts -= 1
         self._idle.pop(context, None)
         self.count(context, -1)
 
-    def count(self, context: Context, one: int) -> None:
+    def count(self, context: Conversation, one: int) -> None:
         """Add the ids of a context (1), or take them out (-1). Each piece counts once."""
         self.ids += one * (context.ids + self._block_ids)
         for piece, ids in context.pieces.items():
@@ -143,6 +163,119 @@ class CacheUse:
             self.ids += max(0, uses - 1) * counted - max(0, uses + one - 1) * ids
             if uses + one:
                 self._pieces[piece] = (uses + one, ids)
+
+
+@dataclass(slots=True)
+class Conversations:
+    """Active conversations, by a key that is equal for all turns of a conversation."""
+
+    idle_s: float = IDLE_S
+    clock: Callable[[], float] = time.monotonic
+    _active: OrderedDict[str, Conversation] = field(default_factory=OrderedDict)
+    """The one used least recently first."""
+    _counts: Counter[str] = field(default_factory=Counter)
+    """How many are on each replica."""
+    _pauses: deque[float] = field(default_factory=lambda: deque(maxlen=_PAUSES))
+    """Seconds between two turns of a conversation, the latest last; infinite where no other turn followed."""
+    _first_finish: float = math.inf
+
+    def find(self, key: str) -> Conversation | None:
+        """A conversation; None if it is not active."""
+        return self._active.get(key)
+
+    def begin(self, routing: "Routing", replica: "Replica", first: Conversation | None = None) -> None:
+        """Count a request of a conversation that is sent to a replica, whose cache gives it room.
+
+        Args:
+            first: the conversation, if it is not active.
+        """
+        self._expire()
+        key = routing.conversation
+        active = self._active.get(key)
+        if active is None:
+            active = self._active[key] = first or Conversation()
+            self._counts[replica.name] += 1
+        else:
+            if routing.completion and not active.running:
+                self._pauses.append(self.clock() - active.used)
+            if active.replica != replica.name:
+                self._counts.update({active.replica: -1, replica.name: 1})
+        active.replica = replica.name
+        if routing.completion:
+            replica.cache.hold(active, routing.context_ids)
+        active.running += 1
+        self._use(key, active)
+
+    @contextmanager
+    def waiting(self, key: str) -> Iterator[None]:
+        """Let a request of a conversation wait for room: that is no pause, and counts for the bound."""
+        active, began = self._active.get(key), self.clock()
+        if active is not None:
+            if not active.running:
+                self._pauses.append(began - active.used)
+            active.running += 1
+        try:
+            yield
+        finally:
+            if active is not None and self._active.get(key) is active:
+                self.finish(key)
+            if (active := self._active.get(key)) is not None:
+                active.waited_s += self.clock() - began
+
+    def finish(self, key: str) -> None:
+        """Count a request of a conversation as complete."""
+        if (active := self._active.get(key)) is not None:
+            active.running = max(0, active.running - 1)
+            self._use(key, active)
+            self._first_finish = min(self._first_finish, active.used)
+            if active.cache is not None and not active.running:
+                active.cache.pause(active)
+
+    def measure(self, key: str, prompt_ids: int, sampled: int) -> None:
+        """Take note of how many ids a turn has: its prompt's, and those that were sampled."""
+        if (active := self._active.get(key)) is not None:
+            active.measure(prompt_ids, sampled)
+
+    def end(self, key: str) -> bool:
+        """Remove a conversation, because no request follows. False if it was not active."""
+        active = self._active.pop(key, None)
+        if active is not None:
+            self._counts[active.replica] -= 1
+            if active.cache is not None:
+                active.cache.remove(active)
+        return active is not None
+
+    def idle_before(self) -> float:
+        """Since when at the latest a conversation is idle that loses its room to one that waits.
+
+        If no turn follows most turns, that is now: what was sampled once is not needed again.
+        """
+        if not self._pauses:
+            waits = self.clock() < self._first_finish + _FIRST_PAUSE_S
+            return -math.inf if waits else self.clock()
+        usual_s = sorted(self._pauses)[len(self._pauses) // 2]
+        return self.clock() - (max(_SHORTEST_S, _TIMES_LONGER * usual_s) if usual_s < math.inf else 0.0)
+
+    def count(self, replica: str) -> int:
+        """Number of active conversations on a replica."""
+        self._expire()
+        return self._counts[replica]
+
+    def _expire(self) -> None:
+        now = self.clock()
+        while self._active:
+            key, active = next(iter(self._active.items()))
+            if active.used >= now - self.idle_s:
+                return
+            if active.running:
+                self._use(key, active)
+            else:
+                self._pauses.append(math.inf)
+                self.end(key)
+
+    def _use(self, key: str, active: Conversation) -> None:
+        active.used = self.clock()
+        self._active.move_to_end(key)
 
 
 class Admission:
@@ -153,13 +286,13 @@ class Admission:
         self._conversations = fleet.conversations
         self._key = routing.conversation if routing.completion else ""
         active = fleet.conversations.find(self._key)
-        self.context = active.context if active else Context(routing.context_ids, routing.beginning)
-        self.wait_s = fleet.admission_wait_s - (active.waited_s if active else 0.0)
+        self.conversation = active or Conversation(routing.context_ids, routing.beginning)
+        self.wait_s = fleet.admission_wait_s - self.conversation.waited_s
         self.priority = Priority.ADMITTED
-        if self._key and not self.context.has_room and self.wait_s > 0:
-            self.context.ids = routing.context_ids
+        if self._key and not self.conversation.has_room and self.wait_s > 0:
+            self.conversation.ids = routing.context_ids
             # an engine refuses a prompt that is larger than its cache
-            if any(replica.cache.can_hold(self.context.ids) for replica in fleet.ready):
+            if any(replica.cache.can_hold(self.conversation.ids) for replica in fleet.ready):
                 self.priority = Priority.RETURNING if active or routing.holder else Priority.NEW
 
     def with_room(self, replicas: list["Replica"]) -> list["Replica"]:
@@ -167,7 +300,7 @@ class Admission:
         if self.priority is Priority.ADMITTED:
             return replicas
         active = self._conversations.find(self._key)
-        if active is not None and active.context.has_room:  # with an equal request
+        if active is not None and active.has_room:  # with an equal request
             return replicas
         idle_before = self._conversations.idle_before
-        return [replica for replica in replicas if replica.cache.fits(self.context, idle_before)]
+        return [replica for replica in replicas if replica.cache.fits(self.conversation, idle_before)]

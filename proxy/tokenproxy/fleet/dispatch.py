@@ -22,7 +22,7 @@ import msgspec
 from tokenproxy.base.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable
 from tokenproxy.base.http import BytesResponse, Response, header, is_event_stream
 from tokenproxy.engine.sse import whole_events
-from tokenproxy.fleet.admission import Context
+from tokenproxy.fleet.admission import Conversation
 from tokenproxy.fleet.choosing import Routing
 from tokenproxy.fleet.replica import Replica
 from tokenproxy.monitoring.exchange import queued
@@ -121,7 +121,8 @@ async def dispatch(fleet: "Fleet", routing: Routing, work: Work) -> Response:
                 raise
             may_rerun = False
         else:
-            if _says_paused(response) and fleet.clock() < hold_until:
+            paused = response.status == _PAUSED_STATUS and _says_paused(response)
+            if paused and fleet.clock() < hold_until:
                 run = None if fleet.weights.suspension.active else fleet.next_run(routing, tried)
                 if run is None:
                     with queued():
@@ -143,22 +144,20 @@ async def dispatch(fleet: "Fleet", routing: Routing, work: Work) -> Response:
 
 
 def _says_paused(response: Response) -> bool:
-    """Whether an engine refused a request only because it is paused."""
-    return (
-        isinstance(response, BytesResponse) and response.status == _PAUSED_STATUS and _PAUSED in response.body
-    )
+    """Whether an engine refused a request, with `_PAUSED_STATUS`, only because it is paused."""
+    return isinstance(response, BytesResponse) and _PAUSED in response.body
 
 
 class Run:
     """A request that counts as running on a replica until it ends; the response, if that is a stream."""
 
     def __init__(
-        self, fleet: "Fleet", replica: Replica, routing: Routing, context: Context | None = None
+        self, fleet: "Fleet", replica: Replica, routing: Routing, first: Conversation | None = None
     ) -> None:
         """Count the request as running.
 
         Args:
-            context: that of a conversation which is not active.
+            first: its conversation, if that is not active.
         """
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
@@ -169,7 +168,7 @@ class Run:
         self._lease.samples = routing.completion
         replica.breaker.started(self._lease)  # at once: the next in the queue must not be a second trial
         if routing.conversation:
-            fleet.conversations.begin(routing, replica, context)
+            fleet.conversations.begin(routing, replica, first)
         self._response: Response | None = None
         self._chunks: AsyncIterator[bytes]
         self._first: bytes | None = None
@@ -192,10 +191,11 @@ class Run:
             raise
         replica.load.answered(lease)
         if isinstance(begun, BytesResponse):
-            if begun.status not in _BAD_STATUSES or _says_paused(begun):
+            paused = begun.status == _PAUSED_STATUS and _says_paused(begun)
+            if begun.status not in _BAD_STATUSES or paused:
                 replica.breaker.succeeded()
             self.end()
-        elif replica.breaker.on_trial:
+        elif replica.breaker.trial is not None:
             replica.breaker.succeeded()
         if begun.status < 400 and len(self._fleet.replicas) > 1:
             for prompt in self._routing.prompts:
@@ -238,7 +238,8 @@ class Run:
             self._first = await anext(self._chunks, None)
             if completion and self._first is None:
                 raise EngineBroken(f"{name} returned an empty stream")
-            if completion and (error := _error_of(self._first or b"")) is not None:
+            found = _ERROR_EVENT.match(self._first or b"") if completion else None
+            if found is not None and (error := _error_of(found[1])) is not None:
                 await response.aclose()
                 return error
             self.status, self.headers, self._response = response.status, response.headers, response
@@ -279,24 +280,21 @@ class Run:
 
     def end(self) -> None:
         """The request no longer runs: one that waits may run instead. A second call does nothing."""
-        fleet, load = self._fleet, self.replica.load
-        if self._lease not in load.running:
+        fleet, running = self._fleet, self.replica.load.running
+        if self._lease not in running:
             return
-        load.end(self._lease)
+        running.remove(self._lease)
         self.replica.breaker.ended(self._lease)
         fleet.conversations.finish(self._routing.conversation)
         if fleet.queue.waiting:
             fleet.queue.wake()
 
 
-def _error_of(event: bytes) -> BytesResponse | None:
-    """The error with which an engine begins a stream, as a response with its status; None without one."""
-    found = _ERROR_EVENT.match(event)
-    if found is None:
-        return None
+def _error_of(body: bytes) -> BytesResponse | None:
+    """The error with which an engine begins a stream, as a response with its status; None if it is none."""
     try:
-        code = msgspec.json.decode(found[1])["error"].get("code")
+        code = msgspec.json.decode(body)["error"].get("code")
     except (msgspec.DecodeError, UnicodeDecodeError, AttributeError):
         return None
     status = code if isinstance(code, int) and 400 <= code <= 599 else 500
-    return BytesResponse(status, [(b"content-type", _JSON)], found[1])
+    return BytesResponse(status, [(b"content-type", _JSON)], body)

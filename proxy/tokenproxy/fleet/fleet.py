@@ -19,10 +19,11 @@ from tokenproxy.base.errors import (
 )
 from tokenproxy.base.http import Request, Response
 from tokenproxy.engine.discovery import NO_TOKEN_IN
-from tokenproxy.fleet.admission import Admission
-from tokenproxy.fleet.choosing import Choose, Conversations, PrefixCaches, Routing, sticky_least_loaded
+from tokenproxy.fleet.admission import Admission, Conversations
+from tokenproxy.fleet.choosing import Choose, PrefixCaches, Routing, sticky_least_loaded
 from tokenproxy.fleet.dispatch import Run, Suspects, Work, dispatch
-from tokenproxy.fleet.health import BreakerState, FleetWatch
+from tokenproxy.fleet.health import FleetWatch
+from tokenproxy.fleet.load import BreakerState
 from tokenproxy.fleet.model import FleetModel, choose_model
 from tokenproxy.fleet.queue import FairQueue, Priority
 from tokenproxy.fleet.replica import Replica
@@ -249,11 +250,12 @@ class Fleet:
             if not free and suspension.active:
                 free = usable  # the requests that run are paused, so that none ends
             free = admission.with_room(free)
-            return Run(self, self._chosen(free, routing), routing, admission.context) if free else None
+            return Run(self, self._chosen(free, routing), routing, admission.conversation) if free else None
 
         priority = admission.priority
-        overtakes = not self.queue.has_before(priority) or (suspension.active and not routing.samples)
-        if overtakes and (run := take()) is not None:
+        waits = self.queue.waiting and self.queue.has_before(priority)
+        overtakes = suspension.active and not routing.samples
+        if (overtakes or not waits) and (run := take()) is not None:
             return run
         for_room = priority is not Priority.ADMITTED
         with queued(for_room=for_room), self.conversations.waiting(routing.conversation):
@@ -283,7 +285,8 @@ class Fleet:
         """The replica that the policy chooses."""
         if len(replicas) == 1:
             return replicas[0]
-        holder = self.conversations.holder(routing.conversation) or routing.holder
+        active = self.conversations.find(routing.conversation)
+        holder = active.replica if active is not None else routing.holder
         if not holder and routing.prompts:
             served = self.prefix_caches.find(routing.prompts[0])
             holders = [replica for replica in replicas if replica.name in served]

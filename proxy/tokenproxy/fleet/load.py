@@ -1,15 +1,34 @@
-"""The requests that run on one replica, and for how long it is usually silent."""
+"""The requests that run on one replica, for how long it is usually silent, and its circuit breaker.
+
+A circuit breaker counts failures:
+
+    CLOSED --failures in a row--> OPEN --time passes--> HALF_OPEN --success--> CLOSED
+                                   ^                        |
+                                   +-------- failure -------+
+
+A replica whose breaker is open gets no requests. Each time the breaker opens again, it stays open for twice
+as long. Half open, it lets one request at a time through. (M. Nygard, Release It!, 2nd ed., 2018, chapter 5;
+the growing time is that of Envoy's outlier detection.)
+"""
 
 import asyncio
 import math
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 _READING_KEPT = 0.9
 """Share of the earlier prompts that counts in how fast prompts are read, after another one was read."""
 _GAP_HALF_LIFE_S = 60.0
 """Half-life of the longest gap: a replica that was slow an hour ago may be fast now."""
+FAILURES = 3
+"""Failures in a row that open the breaker."""
+FIRST_OPEN_S = 5.0
+LONGEST_OPEN_S = 300.0
+FORGIVEN_AFTER_S = 600.0
+"""Seconds without a failure after which the next opening counts as the first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +71,7 @@ class Load:
         return len(self.running)
 
     def begin(self, ids: int) -> Lease:
-        """Count a request until `end`."""
+        """Count a request until it is removed from `running`."""
         now = self.clock()
         if not self.running:
             self._progressed = now
@@ -61,10 +80,6 @@ class Load:
             next(iter(self.running)).alone = False
         self.running.add(lease)
         return lease
-
-    def end(self, lease: Lease) -> None:
-        """Remove a request that ended. A second call does nothing."""
-        self.running.discard(lease)
 
     def give_up(self, now: float, *, gone: bool) -> None:
         """End the wait of requests without a first byte, so that they can run on another replica.
@@ -120,3 +135,93 @@ class Load:
         longest = max((lease.ids for lease in self.running if lease.deadline is not None), default=0)
         prompt_s = longest * self._read_s / self._read_ids if self._read_ids else 0.0
         return max(self.slowest_gap_s, prompt_s)
+
+
+class BreakerState(StrEnum):
+    """Whether a replica gets requests."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+class Breaker:
+    """The circuit breaker of one replica."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.reason = ""
+        """The failure that opened it."""
+        self._clock = clock
+        self._failures = 0
+        self._open_s = 0.0
+        self._opened_at: float | None = None
+        self._last_opened: float | None = None
+        self.trial: object | None = None
+        """The request that decides whether it closes, while it is half open."""
+
+    @property
+    def state(self) -> BreakerState:
+        """Its state now."""
+        if self._opened_at is None:
+            return BreakerState.CLOSED
+        return BreakerState.OPEN if self.opens_for_s() > 0 else BreakerState.HALF_OPEN
+
+    def opens_for_s(self) -> float:
+        """Seconds until an open breaker lets a trial through; 0 if it lets requests through now."""
+        if self._opened_at is None:
+            return 0.0
+        return max(0.0, self._opened_at + self._open_s - self._clock())
+
+    @property
+    def allows(self) -> bool:
+        """Whether a request may be sent now."""
+        return self._opened_at is None or (self.trial is None and self.opens_for_s() == 0)
+
+    def started(self, request: object) -> None:
+        """Take note that a request is sent; half open, it is the trial, unless another one is."""
+        if self._opened_at is not None and self.allows:
+            self.trial = request
+
+    def ended(self, request: object) -> None:
+        """Take note that a request ended. If it was an undecided trial, the next request is the trial."""
+        if self.trial is request:
+            self.trial = None
+
+    def reset(self) -> None:
+        """Close the breaker, because the engine was restarted."""
+        self._failures, self.trial, self._opened_at = 0, None, None
+
+    def succeeded(self) -> None:
+        """Take note of a response. While the breaker is open, late responses are ignored."""
+        if self._opened_at is None:
+            self._failures = 0
+        elif self.state is BreakerState.HALF_OPEN:
+            self.reset()
+
+    def failed(self, reason: str, *, may_open: bool) -> bool:
+        """Take note of a failed request; returns whether that opened the breaker.
+
+        Args:
+            reason: the failure, for logs and `/ready`.
+            may_open: False if no other replica could take the requests: the last one stays in use.
+        """
+        state = self.state
+        if state is BreakerState.OPEN:
+            return False  # the request was sent before the breaker opened
+        self.trial = None
+        self._failures += 1
+        if not may_open or not (state is BreakerState.HALF_OPEN or self._failures >= FAILURES):
+            return False
+        self.open(reason)
+        return True
+
+    def open(self, reason: str) -> None:
+        """Open the breaker, for twice as long as the last time, unless that was long ago."""
+        now = self._clock()
+        if self._last_opened is None or now - self._last_opened > FORGIVEN_AFTER_S + self._open_s:
+            self._open_s = 0.0
+        self._last_opened = now
+        self._open_s = min(max(2 * self._open_s, FIRST_OPEN_S), LONGEST_OPEN_S)
+        # spread the trials of proxies that share replicas
+        self._opened_at = now + random.uniform(0, self._open_s / 10)
+        self._failures, self.trial, self.reason = 0, None, reason

@@ -28,7 +28,7 @@ from tokenproxy.base.urls import (
 )
 from tokenproxy.fleet.fleet import Fleet
 from tokenproxy.fleet.replica import Replica
-from tokenproxy.fleet.shared import SharedError, SharedWords
+from tokenproxy.fleet.weight_state import SharedError, SharedWords
 
 log = logging.getLogger("tokenproxy")
 

@@ -32,30 +32,27 @@ class Suspension:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._since: float | None = None
+        self.active = False
+        """Whether requests wait now."""
+        self._since = 0.0
         self._before = 0.0
         """Seconds of earlier suspensions."""
-
-    @property
-    def active(self) -> bool:
-        """Whether requests wait now."""
-        return self._since is not None
 
     def seconds(self) -> float:
         """Seconds of all suspensions until now. It does not grow while there is none.
 
         The difference of two values is the part of the time between them that must not count as a timeout.
         """
-        return self._before + (0.0 if self._since is None else self._clock() - self._since)
+        return self._before + (self._clock() - self._since if self.active else 0.0)
 
     def begin(self) -> None:
         """Let new requests wait. Does nothing if they do."""
-        if self._since is None:
-            self._since = self._clock()
+        if not self.active:
+            self.active, self._since = True, self._clock()
 
     def end(self) -> float:
         """Release requests; returns for how many seconds they waited."""
-        before, self._before, self._since = self._before, self.seconds(), None
+        before, self._before, self.active = self._before, self.seconds(), False
         return self._before - before
 
 
@@ -114,7 +111,7 @@ class FairQueue(Generic[T]):
 
     def has_before(self, priority: Priority) -> bool:
         """Whether requests wait that are served before a new one of a priority."""
-        return self.waiting > 0 and any(self._lines[: priority + 1])
+        return any(self._lines[: priority + 1])
 
     async def acquire(
         self,

@@ -23,8 +23,7 @@ from tokenproxy.base.tasks import end_tasks
 from tokenproxy.engine.discovery import NO_TOKEN_IN, Capabilities, CredentialRequired, discover, list_models
 from tokenproxy.engine.protocol import Engine, EngineWithCredential, fetch
 from tokenproxy.fleet.admission import CacheUse
-from tokenproxy.fleet.health import Breaker
-from tokenproxy.fleet.load import Load
+from tokenproxy.fleet.load import Breaker, Load
 from tokenproxy.fleet.tokenizers import Tokenizers
 from tokenproxy.monitoring.metrics import Metrics, ReplicaState
 

@@ -1,7 +1,7 @@
 """Runs one admin call on all replicas: what it changes in each request, and what the proxy learns from it.
 
 1. The state that other processes have is read.
-2. The request of each replica is made: see `admin_requests.py`.
+2. The request of each replica is made: see `admin_calls.py`.
 3. New requests wait if the call starts a pause or an update. Other processes learn of it before the engines.
 4. All replicas get their request at the same moment.
 5. The state is read again, and changes by the answers: the version, the end of a pause, replicas that leave
@@ -19,11 +19,20 @@ from msgspec.structs import replace
 from tokenproxy.base.errors import BadRequest, EngineUnavailable
 from tokenproxy.base.http import JSON_HEADERS, Request, Response, query_value
 from tokenproxy.base.tasks import end_tasks
-from tokenproxy.fleet.admin_calls import AdminCall, Effect, Outcome, fan_out, join_answers
-from tokenproxy.fleet.admin_requests import adapter_to_unload, make_requests, named_version
+from tokenproxy.fleet.admin_calls import (
+    AdminCall,
+    Effect,
+    Outcome,
+    adapter_to_unload,
+    fan_out,
+    join_answers,
+    make_requests,
+    named_version,
+)
 from tokenproxy.fleet.fleet import Fleet
 from tokenproxy.fleet.replica import Replica
-from tokenproxy.fleet.shared import Failure, FleetState
+from tokenproxy.fleet.weight_state import Failure, FleetState
+from tokenproxy.fleet.weights import Stored
 from tokenproxy.monitoring.metrics import Metrics
 
 log = logging.getLogger("tokenproxy")
@@ -186,7 +195,7 @@ class _Call:
             state = replace(state, paused="") if awake and not self._only else state
         elif not self._only:
             state = self._progressed(state, done)
-        if state != weights.state or weights.ahead or weights.ends_pause:
+        if state != weights.state or weights.stored is not Stored.SAME:
             await weights.change(state)
         for replica in fleet.replicas:
             replica.report_state()

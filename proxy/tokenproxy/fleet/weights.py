@@ -1,7 +1,7 @@
 """The state of the fleet's weights in this process: which replicas may serve, and what samples each turn.
 
-All processes of the fleet share the state, see `shared.py`. While turns run, each reads it every 0.25 s, and
-once more before it records a turn, so that no turn is recorded with a version that another process has
+All processes of the fleet share the state, see `weight_state.py`. While turns run, each reads it every 0.25
+s, and once more before it records a turn, so that no turn is recorded with a version that another process has
 replaced. An idle process reads it before the next request.
 """
 
@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Iterable
 from contextvars import Context
+from enum import StrEnum
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -19,8 +20,15 @@ from tokenproxy.base.tasks import end_tasks, repeat
 from tokenproxy.fleet.admin_calls import ask
 from tokenproxy.fleet.queue import Suspension
 from tokenproxy.fleet.replica import Replica
-from tokenproxy.fleet.shared import Failure, FleetState, SharedError, SharedWords, read_state, write_state
-from tokenproxy.fleet.weight_tags import WeightTag
+from tokenproxy.fleet.weight_state import (
+    Failure,
+    FleetState,
+    SharedError,
+    SharedWords,
+    WeightTag,
+    read_state,
+    write_state,
+)
 
 if TYPE_CHECKING:
     from tokenproxy.fleet.fleet import Fleet
@@ -42,6 +50,17 @@ _MARGIN_S = 30.0
 """An update fails if nothing happens in it for this much longer than a call may take."""
 
 
+class Stored(StrEnum):
+    """The state in the store, compared with that of this process."""
+
+    SAME = "same"
+    """What other processes write there is adopted."""
+    BEHIND = "behind"
+    """This process has changed the state and not written it yet: what it reads does not count."""
+    RESUMED = "resumed"
+    """Other processes were told that a pause ends, which lasts here until the engines resumed."""
+
+
 class Weights:
     """The weights of one fleet."""
 
@@ -57,10 +76,7 @@ class Weights:
         """Shares the state with other processes; None keeps it in this one."""
         self.calls = 0
         """Admin calls of this process that run."""
-        self.ahead = False
-        """Whether this process changes the state, so that what it reads in the store does not count."""
-        self.ends_pause = False
-        """Whether other processes were told that a pause ends, which lasts here until the engines resumed."""
+        self.stored = Stored.SAME
         self.outdated = False
         """Whether the state must be read before a request is sent: no turn ran, so that it was not read."""
         self._fleet = fleet
@@ -106,7 +122,7 @@ class Weights:
 
     async def change(self, state: FleetState, *, adopt: bool = True) -> None:
         """Let other processes learn of a state, and adopt it, unless that follows."""
-        self.ahead, self.ends_pause = True, not adopt
+        self.stored = Stored.BEHIND if adopt else Stored.RESUMED
         if adopt:
             self._adopt(state)
         await self._write(state)
@@ -193,9 +209,9 @@ class Weights:
                 if not self._readable:
                     log.info("the weights that other processes set can be read again")
                 self._readable = True
-                if self.ends_pause:
+                if self.stored is Stored.RESUMED:
                     state = replace(state, paused=old.paused)
-                if self.state is old and not self.ahead and state != old:
+                if self.state is old and self.stored is not Stored.BEHIND and state != old:
                     self._learn(state)
             self._last_read, self.outdated = number, False
             return self._readable
@@ -226,7 +242,7 @@ class Weights:
         if new.revision != old.revision and new.version is not None:
             log.info("the weights of the fleet are version %s", new.version)
             for tag in self._tags:
-                paused = bool(old.paused or new.paused) and not self.ends_pause
+                paused = bool(old.paused or new.paused) and self.stored is not Stored.RESUMED
                 tag.named(new.version, paused=paused)
             self.ask_again(self._fleet.replicas)
         if old.paused and not new.paused:
@@ -264,12 +280,13 @@ class Weights:
             except SharedError as error:
                 log.error("other processes do not learn of the fleet's weights yet: %s", error)
             else:
-                self.ahead = state is not self.state and not self.ends_pause
+                if state is self.state:
+                    self.stored = Stored.SAME
 
     async def _watch(self) -> None:
         often = self.state.paused and self.shared
         await asyncio.sleep(_PAUSED_TICK_S if often else _TICK_S)
-        if self.ahead and not self.calls:
+        if self.stored is not Stored.SAME and not self.calls:
             await self._write(self.state)
         idle = not (self._tags or self.suspension.active or self._fleet.queue.waiting)
         if idle and not self._asks_now():

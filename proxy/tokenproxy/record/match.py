@@ -197,16 +197,18 @@ class Matcher:
         """The longest recorded conversation that was asked for, or the reason why there is none."""
         conversation = search.conversation
         ends, sizes = list(conversation.ends), list(_LOOKUPS)
+        all_found: dict[bytes, Found] = {}
         while ends:
             size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
             keys = {end: text_keys(search.scope, conversation.messages[end]) for end in ends[:size]}
             found = await self.store.find([key for of_end in keys.values() for key in of_end])
+            all_found |= found
             for end in keys if found else ():
                 match = await self._choose(keys[end], found, search, end)
                 if match is not None:
                     return match
             del ends[:size]
-        return Match(reason=await self._explain(search))
+        return Match(reason=await self._explain(search, all_found))
 
     async def _longest_indexed(self, prompt: bytes, scope: Scope, rollout: str | None) -> Match:
         """The turn with the most ids that a prompt begins with, of those that the index holds."""
@@ -305,23 +307,25 @@ class Matcher:
         reason = None if end == conversation.ends[0] else Reason.HISTORY_EDITED
         return Match(turn, end, reason, len(turns)) if turn else None
 
-    async def _explain(self, search: _Search) -> Reason:
-        """Why a history with assistant messages matches nothing."""
+    async def _explain(self, search: _Search, found: Mapping[bytes, Found]) -> Reason:
+        """Why a history with assistant messages matches nothing; `found`: under the keys of its messages."""
         conversation, scope, rollout = search.conversation, search.scope, search.rollout
         ends = conversation.ends
         if not ends:
             return Reason.ENDS_WITH_ASSISTANT
         last = ends[0]
-        # after an eviction, the store no longer tells that the proxy chose the rollout's name
-        scopes = [scope, replace(scope, session=None)]
-        recent = ends[: _LOOKUPS[1]]
-        keys = [key for each in scopes for e in recent for key in text_keys(each, conversation.messages[e])]
-        under = (await self.store.find(keys)).values()
-        if any(not each.turn for hits in under for group in hits.groups for each in group.candidates):
+        content = scope.key(CONTENT, conversation.messages[last].content)
+        keys = [content]
+        if scope.session is not None:
+            # after an eviction, the store no longer tells that the proxy chose the rollout's name
+            unnamed = replace(scope, session=None)
+            messages = [conversation.messages[end] for end in ends[: _LOOKUPS[1]]]
+            keys += [key for message in messages for key in text_keys(unnamed, message)]
+        more = await self.store.find(keys)
+        candidates = more.pop(content, NOTHING).turns(rollout)[:_EXPLAINED]
+        groups = [group for hits in (*found.values(), *more.values()) for group in hits.groups]
+        if any(not each.turn for group in groups for each in group.candidates):
             return Reason.EVICTED
-        key = scope.key(CONTENT, conversation.messages[last].content)
-        found = (await self.store.find([key])).get(key, NOTHING)
-        candidates = found.turns(rollout)[:_EXPLAINED]
         paths = [path for each in candidates if (path := await self.store.path(each.turn))]
         if not paths:
             return Reason.NO_MATCH

@@ -1,6 +1,6 @@
-"""The words that the processes of a fleet share, in a store; a `SharedWords` of `tokenproxy.fleet.shared`."""
+"""The words that the processes of a fleet share, in a store: a `SharedWords` of `fleet/weight_state.py`."""
 
-from tokenproxy.fleet.shared import SharedError
+from tokenproxy.fleet.weight_state import SharedError
 from tokenproxy.record.store import Store, StoreError
 from tokenproxy.record.store_time import REQUEST_S, StoreTime, running_store_time
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tokenproxy.fleet.weight_tags import WeightTag
+from tokenproxy.fleet.weight_state import WeightTag
 from tokenproxy.fleet.weights import Weights
 from tokenproxy.record.completion import SampledChoice
 from tokenproxy.record.turn import Segment, WeightSpan

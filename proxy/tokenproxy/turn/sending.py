@@ -19,7 +19,7 @@ from tokenproxy.engine.token_in import TokenRequest, rename_errors
 from tokenproxy.fleet.choosing import BYTES_PER_ID, Routing, body_digest
 from tokenproxy.fleet.model import FleetImages, FleetModel
 from tokenproxy.fleet.replica import Replica
-from tokenproxy.fleet.weight_tags import WeightTag, unknown
+from tokenproxy.fleet.weight_state import WeightTag, unknown
 from tokenproxy.monitoring.exchange import running_exchange, span
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.monitoring.tracing import Span, Value

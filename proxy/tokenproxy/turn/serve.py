@@ -11,7 +11,7 @@ from functools import partial
 from tokenproxy.base.errors import ApiError, EngineBroken
 from tokenproxy.base.http import BytesResponse, Response
 from tokenproxy.base.request import ChatRequest
-from tokenproxy.fleet.weight_tags import unknown
+from tokenproxy.fleet.weight_state import unknown
 from tokenproxy.record.claims import Claims
 from tokenproxy.record.completion import Completion
 from tokenproxy.record.plan import PromptPlan

@@ -11,7 +11,7 @@ from tokenproxy.base.errors import ApiError, EngineBroken
 from tokenproxy.base.fields import raw
 from tokenproxy.base.http import Response
 from tokenproxy.engine.sse import data_event, event_data, split_events
-from tokenproxy.fleet.weight_tags import WeightTag
+from tokenproxy.fleet.weight_state import WeightTag
 from tokenproxy.record.recorder import Recording
 from tokenproxy.record.retries import KEPT_BYTES, Attempt
 from tokenproxy.record.vocabulary import ABORTED

@@ -159,7 +159,8 @@ async def test_conversations_of_an_engine_that_died_wait_for_room_on_another() -
     first, second = _holding(200, 2)
     async with fleet_of(first, second, admission_wait_s=_WAIT_S, choose=sticky_least_loaded) as fleet:
         await _converse(fleet, "a", "b", "c", "d")
-        moved = [key for key in "abcd" if fleet.conversations.holder(key) == first.name]
+        active = {key: fleet.conversations.find(key) for key in "abcd"}
+        moved = [key for key, each in active.items() if each is not None and each.replica == first.name]
         assert len(moved) == 2
         gone(first)
         stayed = [_turn(fleet, key) for key in "abcd" if key not in moved]
@@ -229,7 +230,7 @@ def test_a_first_turn_waits_on_the_wire_and_one_with_an_equal_prompt_does_not(st
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_a_turn_samples_takes_room(start: Start, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenproxy.fleet.choosing._FIRST_PAUSE_S", 60.0)  # its next turn may still come
+    monkeypatch.setattr("tokenproxy.fleet.admission._FIRST_PAUSE_S", 60.0)  # its next turn may still come
     engine = start()
     engine.canned["/metrics"] = Canned(_info(1_200))
     with run_proxy([engine], store="memory:") as client, ThreadPoolExecutor() as pool:

@@ -14,7 +14,7 @@ from tests.support.fake_vllm import FakeVllm
 from tests.support.stepped import stepped
 from tests.support.utils import run_app, run_proxy, wait_until
 from tokenproxy.fleet.membership import Membership, fleet_id
-from tokenproxy.fleet.shared import SharedError
+from tokenproxy.fleet.weight_state import SharedError
 from tokenproxy.record.store import Limits
 from tokenproxy.settings import Settings
 from tokenproxy.store.fleet_words import StoredWords

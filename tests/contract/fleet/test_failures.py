@@ -21,7 +21,7 @@ from tests.contract.fleet.memory_engine import (
 from tests.support.stepped import block, elapse, settled, stepped
 from tokenproxy.base.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable, Overloaded
 from tokenproxy.fleet.choosing import sticky_least_loaded
-from tokenproxy.fleet.health import BreakerState
+from tokenproxy.fleet.load import BreakerState
 
 
 def _error_stream(code: str) -> Answer:

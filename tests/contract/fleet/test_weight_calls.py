@@ -19,8 +19,8 @@ from tests.support.utils import run_proxy, send_and_keep, wait_until
 from tokenproxy.base.http import BytesResponse, Request
 from tokenproxy.fleet.admin_calls import ADMIN_CALLS
 from tokenproxy.fleet.fleet import Fleet
-from tokenproxy.fleet.shared import Failure, FleetState, SharedError, read_state, write_state
 from tokenproxy.fleet.weight_calls import WeightCalls
+from tokenproxy.fleet.weight_state import Failure, FleetState, SharedError, read_state, write_state
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.store import Limits
 from tokenproxy.store.fleet_words import StoredWords

@@ -16,7 +16,7 @@ from tests.support.fake_trained import FakeTrained, Rendezvous, compare_turns, u
 from tests.support.tiny_model import HI, TinyModel
 from tests.support.utils import run_proxy, wait_until
 from tokenproxy.fleet.health import FleetWatch
-from tokenproxy.fleet.weight_tags import WeightTag
+from tokenproxy.fleet.weight_state import WeightTag
 from tokenproxy.turn import stream
 
 _BEFORE = 3

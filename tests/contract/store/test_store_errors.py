@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from tests.support.ports import held_port
 from tests.support.redis_server import run_redis
 from tests.support.store_utils import add, digest_of, entry, make_turn, opened, usage
-from tokenproxy.fleet.shared import SharedError
+from tokenproxy.fleet.weight_state import SharedError
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record import feed
 from tokenproxy.record.store import Limits, RecordRefused, Store, StoreError

@@ -8,7 +8,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from tokenproxy.demo.checkpoint import TEMPLATE_FILE
 from tokenproxy.demo.conversation import Conversation, Turn
-from tokenproxy.demo.table import render, summary
+from tokenproxy.demo.main import render, summary
 from tokenproxy.demo.tools import TOOLS, call_tool
 
 

@@ -6,8 +6,7 @@ import pytest
 
 from tests.unit.fleet.conftest import Clock
 from tests.unit.fleet.test_conversations import begin
-from tokenproxy.fleet.admission import CacheUse, Context
-from tokenproxy.fleet.choosing import Conversations
+from tokenproxy.fleet.admission import CacheUse, Conversation, Conversations
 
 
 def _never() -> float:
@@ -16,12 +15,12 @@ def _never() -> float:
 
 def test_ids_that_several_contexts_begin_with_count_once() -> None:
     cache, prompt = CacheUse(10_000), b"a" * 8192
-    group = [Context(2_000, [prompt]) for _ in range(4)]
+    group = [Conversation(2_000, [prompt]) for _ in range(4)]
     for context in group:
         assert cache.fits(context, _never)
         cache.hold(context, 2_000)
     assert cache.ids == 2_000
-    other = Context(2_000, [prompt[:4096] + b"b" * 4096])
+    other = Conversation(2_000, [prompt[:4096] + b"b" * 4096])
     cache.hold(other, 2_000)
     assert cache.ids == 3_000
     cache.remove(other)
@@ -36,14 +35,15 @@ def test_ids_that_several_contexts_begin_with_count_once() -> None:
 def test_use_is_that_of_the_contexts_with_room_whatever_happened_before() -> None:
     draw, cache = random.Random(1), CacheUse(50_000)
     texts = [bytes([97 + draw.randrange(2)]) * draw.choice([100, 5_000, 9_000]) for _ in range(6)]
-    contexts = [Context(len(text) // 4, [text]) for text in texts for _ in range(4)]
+    contexts = [Conversation(len(text) // 4, [text]) for text in texts for _ in range(4)]
     for step in range(2_000):
         context = draw.choice(contexts)
         match draw.randrange(4):
             case 0:
                 cache.hold(context, context.ids + draw.randrange(100))
             case 1 if context.cache is cache:
-                cache.pause(context, float(step))
+                context.used = float(step)
+                cache.pause(context)
             case 2 if context.cache is cache:
                 context.measure(max(1, context.ids - 50), draw.randrange(90))
             case 3 if context.cache is cache:
@@ -57,11 +57,11 @@ def test_use_is_that_of_the_contexts_with_room_whatever_happened_before() -> Non
 
 def test_a_context_that_outgrows_the_cache_takes_the_room_of_the_one_idle_for_longest() -> None:
     cache = CacheUse(1_000)
-    running, first, second = (Context(300) for _ in range(3))
+    running, first, second = (Conversation(300) for _ in range(3))
     for context in (running, second, first):
         cache.hold(context, 300)
-    cache.pause(first, 1.0)
-    cache.pause(second, 2.0)
+    cache.pause(first)
+    cache.pause(second)
     cache.hold(running, 500)
     assert [context.has_room for context in (running, first, second)] == [True, False, True]
     cache.hold(running, 1_001)
@@ -70,17 +70,18 @@ def test_a_context_that_outgrows_the_cache_takes_the_room_of_the_one_idle_for_lo
 
 def test_each_context_takes_a_block_more_than_it_has_ids() -> None:
     cache = CacheUse(1_000, 100)
-    cache.hold(Context(), 400)
-    assert cache.fits(Context(400), _never)
-    assert not cache.fits(Context(401), _never)
+    cache.hold(Conversation(), 400)
+    assert cache.fits(Conversation(400), _never)
+    assert not cache.fits(Conversation(401), _never)
     assert (cache.ids, cache.can_hold(900), cache.can_hold(901)) == (500, True, False)
 
 
 def test_idle_contexts_make_room_only_after_a_while() -> None:
-    cache, idle, new = CacheUse(1_000), Context(600), Context(600)
+    cache, idle, new = CacheUse(1_000), Conversation(600), Conversation(600)
     cache.hold(idle, 600)
     assert not cache.fits(new, lambda: 9.0), "its request runs"
-    cache.pause(idle, 5.0)
+    idle.used = 5.0
+    cache.pause(idle)
     assert not cache.fits(new, lambda: 4.9)
     assert idle.has_room
     assert cache.fits(new, lambda: 5.0)
@@ -88,7 +89,7 @@ def test_idle_contexts_make_room_only_after_a_while() -> None:
 
 
 def test_nobody_has_room_in_the_cache_of_an_engine_that_is_gone() -> None:
-    cache, context = CacheUse(1_000), Context(600)
+    cache, context = CacheUse(1_000), Conversation(600)
     cache.hold(context, 600)
     cache.size = 0
     assert not context.has_room

@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 
 from tests.unit.fleet.conftest import Clock
-from tokenproxy.fleet.admission import CacheUse
-from tokenproxy.fleet.choosing import Conversations, Routing
+from tokenproxy.fleet.admission import CacheUse, Conversations
+from tokenproxy.fleet.choosing import Routing
 
 
 @pytest.fixture
@@ -22,11 +22,12 @@ def test_the_replica_of_the_last_turn_holds_it_until_it_is_ended(conversations: 
     begin(conversations, "x", "a")
     conversations.finish("x")
     begin(conversations, "x", "b")
-    assert conversations.holder("x") == "b"
+    active = conversations.find("x")
+    assert active is not None and active.replica == "b"
     assert (conversations.count("a"), conversations.count("b")) == (0, 1)
     conversations.finish("x")
     assert (conversations.end("x"), conversations.end("x")) == (True, False)
-    assert (conversations.holder("x"), conversations.count("b")) == ("", 0)
+    assert (conversations.find("x"), conversations.count("b")) == (None, 0)
 
 
 def test_one_that_is_idle_no_longer_counts(conversations: Conversations, clock: Clock) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.support.recording import rendered_plan, user
 from tests.unit.turn.bodies import NOTHING, chunk, encoded, end, piece
 from tokenproxy.base.errors import EngineBroken
-from tokenproxy.fleet.weight_tags import WeightTag
+from tokenproxy.fleet.weight_state import WeightTag
 from tokenproxy.record.completion import Completion
 from tokenproxy.turn.answer import Redactor
 from tokenproxy.turn.stream import RecordedStream

@@ -1,5 +1,9 @@
+import asyncio
+
+import pytest
+
 from tests.unit.fleet.conftest import Clock
-from tokenproxy.fleet.health import FIRST_OPEN_S, FORGIVEN_AFTER_S, LONGEST_OPEN_S, Breaker, BreakerState
+from tokenproxy.fleet.load import FIRST_OPEN_S, FORGIVEN_AFTER_S, LONGEST_OPEN_S, Breaker, BreakerState, Load
 
 
 def _wait(clock: Clock, breaker: Breaker) -> None:
@@ -73,3 +77,31 @@ def test_what_was_sent_before_it_opened_changes_nothing(clock: Clock) -> None:
         assert until >= FIRST_OPEN_S
         breaker.reset()
         assert breaker.allows
+
+
+def test_a_load_counts_requests_and_a_pause_is_no_silence() -> None:
+    time = [100.0]
+    load = Load(lambda: time[0])
+    first, second = load.begin(60), load.begin(1)
+    first.samples = True
+    assert load.requests == 2
+    load.running.remove(second)
+    assert load.requests == 1
+    time[0] += 30
+    assert load.silent_s() == 30
+    load.shift(10)
+    assert load.silent_s() == 0
+    load.answered(first)
+    assert load.usual_silence_s() == 0
+
+
+def test_a_silence_is_usual_as_long_as_prompts_take_to_read() -> None:
+    time = [0.0]
+    load = Load(lambda: time[0])
+    lease = load.begin(100)
+    time[0] += 2
+    load.answered(lease)
+    load.running.remove(lease)
+    assert load.usual_silence_s() == 2
+    load.begin(1000).deadline = asyncio.Timeout(None)
+    assert load.usual_silence_s() == pytest.approx(20)
