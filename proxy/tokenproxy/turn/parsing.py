@@ -7,7 +7,7 @@ array is valid by itself and the parsed rest holds the mark exactly where the ar
 body is parsed.
 
 A body that does not fit the structs, or that msgspec refuses, is read field by field: evidence of an unknown
-shape is named in `Choice.unreadable`, and other fields of an unknown shape are left out.
+shape is named in `OddChoice.odd`, and other fields of an unknown shape are left out.
 """
 
 import json

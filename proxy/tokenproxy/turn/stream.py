@@ -223,7 +223,7 @@ class RecordedStream:
                 return None
             event, usual, parsed = data_event(rest.cut.rest), None, rest
         self._reader.read(parsed.completion)
-        if self._reader.has_ended:
+        if self._reader.ended:
             return partial(self._end_choices, event, usual, parsed)
         self._show(event, usual, parsed)
         return None
@@ -254,7 +254,7 @@ class RecordedStream:
         return self._sendable()
 
     async def _record_ended(self) -> None:
-        ended = self._reader.ended()
+        ended = self._reader.rest(ended=True)
         self._broken_off |= ended.broken_off
         await self._recording.add(ended)
         self._held_until = None

@@ -5,7 +5,7 @@ completion and in a response of generate a `text`. A completion's choices hold t
 `token_logprobs`; the other two have `logprobs.content`. `parsing` reads a body into these structs.
 """
 
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -61,10 +61,10 @@ class Logprobs(msgspec.Struct, gc=False):
     """Log-probabilities in the two ways in which routes list them."""
 
     content: Sequence[Logprob] | None = None
-    token_logprobs: Sequence[float] | None = None
+    token_logprobs: MutableSequence[float] | None = None
 
     @property
-    def values(self) -> Sequence[float] | None:
+    def values(self) -> MutableSequence[float] | None:
         """One log-probability for each sampled id; None if there are none."""
         return self.token_logprobs if self.content is None else [entry.logprob for entry in self.content]
 
@@ -132,7 +132,7 @@ class Choice(msgspec.Struct):
     message: dict[str, Any] | None = None
     delta: dict[str, Any] | None = None
     text: str | None = None
-    token_ids: Sequence[_Id] | None = None
+    token_ids: MutableSequence[_Id] | None = None
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
     stop_reason: _StopReason | None = None
@@ -149,11 +149,6 @@ class Choice(msgspec.Struct):
             return said
         return {} if self.text is None else {"content": self.text}
 
-    @property
-    def unreadable(self) -> tuple[str, ...]:
-        """Names of the fields of the evidence that could not be read."""
-        return ()
-
 
 class TokenChoice(Choice):
     """A choice whose log-probabilities are read with their tokens."""
@@ -165,11 +160,7 @@ class OddChoice(Choice, kw_only=True):
     """A choice that was read field by field. It is never decoded from JSON, where `odd` is not a field."""
 
     odd: tuple[str, ...]
-
-    @property
-    def unreadable(self) -> tuple[str, ...]:
-        """See `Choice.unreadable`."""
-        return self.odd
+    """Names of the fields of the evidence that could not be read."""
 
 
 class Completion(msgspec.Struct):
