@@ -20,8 +20,7 @@ from tokenproxy.record.completion import Completion
 from tokenproxy.turn import parsing
 from tokenproxy.turn.parsing import LOGPROBS_MARK, Cut
 from tokenproxy.turn.required_prefix import with_ids
-from tokenproxy.turn.usual_chunk import Piece, UsualChunk
-from tokenproxy.turn.wire import REFUSALS
+from tokenproxy.turn.wire import REFUSALS, UsualChunk
 
 DONE = b"[DONE]"
 """The data of the event that ends a stream; it is not a chunk."""
@@ -71,13 +70,13 @@ class StreamedAnswer(Answer):
     """Writes one response, from one completion or from chunks and then their end."""
 
     @abstractmethod
-    def event(self, event: bytes, usual: UsualChunk | None, read: Piece | parsing.Parsed) -> bytes | None:
+    def event(self, event: bytes, usual: UsualChunk | None, parsed: parsing.Parsed | None) -> bytes | None:
         """The events for the next event of the engine; None or empty if there are none.
 
         Args:
             event: one with data.
             usual: its chunk, if that has the usual shape.
-            read: what was read of it.
+            parsed: its chunk, if that had to be parsed.
         """
 
     @abstractmethod
@@ -114,13 +113,13 @@ class Redactor(StreamedAnswer):
                     choice["message"] = raw(with_ids(message, read.prompt_ids, sampled))
         return self._redacted(fields, choices, parsed.cut)
 
-    def event(self, event: bytes, usual: UsualChunk | None, read: Piece | parsing.Parsed) -> bytes | None:
+    def event(self, event: bytes, usual: UsualChunk | None, parsed: parsing.Parsed | None) -> bytes | None:
         """See `StreamedAnswer.event`. Raises EngineBroken if its data is not a JSON object."""
         if self._shows_all and not self._holds_hidden_weights(event):
             return self._with_both_names(event)
         if usual is not None and (redacted := usual.redacted(self._visible)) is not None:
             return redacted
-        shown = self.chunk(read.cut if isinstance(read, parsing.Parsed) else Cut(event_data(event) or b""))
+        shown = self.chunk(Cut(event_data(event) or b"") if parsed is None else parsed.cut)
         return None if shown is None else replace_data(event, shown)
 
     def chunk(self, cut: Cut) -> bytes | None:

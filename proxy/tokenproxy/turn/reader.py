@@ -18,7 +18,6 @@ from tokenproxy.record.vocabulary import ABORTED
 from tokenproxy.turn import wire
 from tokenproxy.turn.parsing import Parsed
 from tokenproxy.turn.rest import Rest
-from tokenproxy.turn.usual_chunk import Piece
 
 _PACKED_FROM_BYTES = 2048
 """Bytes of an echoed prompt from which numpy packs it faster than ids are made of it one by one."""
@@ -98,19 +97,19 @@ class CompletionReader:
     def __post_init__(self) -> None:
         self._echoes = [_Echo(prompt) for prompt in (self.batch.prompts if self.batch else (self.sent,))]
 
-    def add(self, piece: Piece) -> bool:
-        """Add a chunk of the usual shape. Returns False if it must be read."""
-        streamed = self._choices.get(piece.choice)
-        if streamed is None or streamed.closed:
+    def add(self, usual: wire.UsualChunk) -> bool:
+        """Add a chunk of the usual shape. Returns False if it must be parsed and read."""
+        streamed = self._choices.get(usual.choice)
+        if streamed is None or streamed.closed or not usual.field:
             return False
         if streamed.ids is None:
             streamed.ids = []
         if streamed.logprobs is None:
             streamed.logprobs = []
-        streamed.texts.setdefault(piece.field, []).append(piece.text)
-        streamed.ids.append(piece.token_id)
-        streamed.logprobs.append(piece.logprob)
-        streamed.usage = piece.usage
+        streamed.texts.setdefault(usual.field, []).append(usual.text)
+        streamed.ids.append(usual.token_id)
+        streamed.logprobs.append(usual.logprob)
+        streamed.usage = usual.usage
         return True
 
     def read(self, chunk: wire.Completion) -> None:

@@ -20,7 +20,6 @@ from tokenproxy.turn.answer import DONE, StreamedAnswer
 from tokenproxy.turn.reader import CompletionReader
 from tokenproxy.turn.rest import split_end
 from tokenproxy.turn.resume import Resume
-from tokenproxy.turn.usual_chunk import Piece, UsualChunk
 
 _CHUNK = "chat.completion.chunk"
 _QUIET_S = 0.05
@@ -200,10 +199,9 @@ class RecordedStream:
         Raises:
             EngineBroken: it is not a chunk.
         """
-        usual = None if self._answer.reads_tokens else UsualChunk.match(event)
-        piece = None if usual is None else usual.piece()
-        if piece is not None and self._reader.add(piece):
-            self._show(event, usual, piece)
+        usual = None if self._answer.reads_tokens else wire.UsualChunk.match(event)
+        if usual is not None and self._reader.add(usual):
+            self._show(event, usual, None)
             return None
         data = event_data(event)
         if data is None:
@@ -228,17 +226,17 @@ class RecordedStream:
         self._show(event, usual, parsed)
         return None
 
-    def _show(self, event: bytes, usual: UsualChunk | None, read: Piece | parsing.Parsed) -> None:
-        if shown := self._answer.event(event, usual, read):
+    def _show(self, event: bytes, usual: wire.UsualChunk | None, parsed: parsing.Parsed | None) -> None:
+        if shown := self._answer.event(event, usual, parsed):
             self._ready.append(shown if self._sent is None else self._keep(shown))
 
-    async def _end_choices(self, event: bytes, usual: UsualChunk | None, read: parsing.Parsed) -> None:
+    async def _end_choices(self, event: bytes, usual: wire.UsualChunk | None, parsed: parsing.Parsed) -> None:
         """Record the turns that an event ends, or wait for their usage, before the client gets the event."""
         if self._reader.awaits_usage:
             self._held_until = self._held_until or monotonic() + self._usage_s
         else:
             await self._record_ended()
-        self._show(event, usual, read)
+        self._show(event, usual, parsed)
 
     def _sendable(self) -> bytes:
         """The events that may be sent now, which are then no longer in `_ready`."""
