@@ -37,8 +37,7 @@ from tokenproxy.settings.groups import proof_folder
 from tokenproxy.store.fleet_words import StoredWords
 from tokenproxy.store.guarded import GuardedStore
 from tokenproxy.store.urls import make_store
-from tokenproxy.turn.model_aliases import ModelAliases, parse_alias
-from tokenproxy.turn.services import RunningRequests, Services
+from tokenproxy.turn.services import ModelAliases, RunningRequests, Services, parse_alias
 from tokenproxy.web.auth import ApiKeys, NoKeys
 from tokenproxy.web.credentials import EngineCredentials, TenantOf, tenant_in_scope
 from tokenproxy.web.gate import Gate, is_loopback

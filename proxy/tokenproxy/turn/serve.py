@@ -18,8 +18,7 @@ from tokenproxy.record.plan import PromptPlan
 from tokenproxy.record.recorder import Recording
 from tokenproxy.record.retries import Attempt
 from tokenproxy.turn import parsing
-from tokenproxy.turn.answer import Answer, Redactor, StreamedAnswer
-from tokenproxy.turn.limit_answer import limit_answer
+from tokenproxy.turn.answer import Answer, Redactor, StreamedAnswer, limit_answer
 from tokenproxy.turn.reader import read_completion
 from tokenproxy.turn.required_prefix import PrefixRefused
 from tokenproxy.turn.resume import Resume

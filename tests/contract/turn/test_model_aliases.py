@@ -14,7 +14,7 @@ from tests.support.tiny_model import TinyModel
 from tests.support.utils import Pair, run_proxy
 from tokenproxy.app.app import check_settings
 from tokenproxy.settings import SettingsError, load_settings
-from tokenproxy.turn.model_aliases import ModelAlias, ModelAliases, parse_alias
+from tokenproxy.turn.services import ModelAlias, ModelAliases, parse_alias
 
 _HI = [user("Hi")]
 
