@@ -16,7 +16,7 @@ from tokenproxy import __version__
 from tokenproxy.base.http import Request, Response
 from tokenproxy.base.urls import url_credentials
 from tokenproxy.engine.http import HttpEngine
-from tokenproxy.engine.monitored import MonitoredEngine
+from tokenproxy.engine.protocol import MonitoredEngine
 from tokenproxy.fleet.choosing import Routing
 from tokenproxy.fleet.fleet import Fleet
 from tokenproxy.fleet.membership import Membership, Resolve, fleet_id, resolve_host

@@ -14,8 +14,7 @@ from tokenproxy.base.fields import flag, join, raw, raw_value, read, stream_opti
 from tokenproxy.base.http import Request, Response
 from tokenproxy.base.request import ChatRequest, EngineRoute, ResumePolicy
 from tokenproxy.base.types import Fields, Headers
-from tokenproxy.engine.generate import GenerateTokenIn
-from tokenproxy.engine.token_in import TokenRequest, rename_errors
+from tokenproxy.engine.token_in import GenerateTokenIn, TokenRequest, rename_errors
 from tokenproxy.fleet.choosing import BYTES_PER_ID, Routing, body_digest
 from tokenproxy.fleet.model import FleetImages, FleetModel
 from tokenproxy.fleet.replica import Replica
