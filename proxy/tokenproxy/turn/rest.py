@@ -16,12 +16,11 @@ from chat_tokenizer import ids
 from tokenproxy.base.errors import CannotGoOn, EngineBroken
 from tokenproxy.base.fields import NULL, is_null, join, raw, raw_value, read
 from tokenproxy.base.http import Request, Response
-from tokenproxy.base.request import ChatRequest, EngineRoute
+from tokenproxy.base.request import ChatRequest
 from tokenproxy.base.types import Fields, Headers
 from tokenproxy.engine.derender import parse_response, read_response_field
 from tokenproxy.engine.protocol import Engine, fetch
 from tokenproxy.engine.sse import data_event, events
-from tokenproxy.record.plan import PromptPlan
 from tokenproxy.turn import wire
 
 _DONE = b"[DONE]"
@@ -74,18 +73,9 @@ class Rest(msgspec.Struct, frozen=True):
             raise CannotGoOn("the engine that goes on did not use the ids that it was given")
 
 
-def can_resume(request: ChatRequest, plan: PromptPlan) -> bool:
-    """Whether a turn can be resumed at all, wherever its engine breaks off."""
-    fields, conversation = request.fields, plan.placement.conversation
-    return not (
-        request.engine_route is not EngineRoute.CHAT
-        or conversation is None
-        or conversation.media
-        or request.prompt_media
-        or plan.images
-        or constrained(fields)
-        or any(raw_value(fields, name) not in _NOT_SET for name in _WHOLE_ONLY)
-    )
+def is_whole_only(fields: Mapping[str, msgspec.Raw]) -> bool:
+    """Whether a request has fields with which nothing is resumed."""
+    return constrained(fields) or any(raw_value(fields, name) not in _NOT_SET for name in _WHOLE_ONLY)
 
 
 def constrained(fields: Mapping[str, msgspec.Raw]) -> bool:

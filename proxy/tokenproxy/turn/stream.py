@@ -60,7 +60,9 @@ class RecordedStream:
         self.status = response.status
         self.headers = [pair for pair in response.headers if pair[0] != b"content-length"]
         self._response = response
-        self._blocks = _Blocks(response.chunks())
+        self._blocks = response.chunks()
+        self._next: asyncio.Task[bytes] | None = None
+        """Reads the next block, for which `_arrives` waited."""
         plan = recording.plan
         choices = plan.placement.request.choices * len(plan.prompts)
         self._reader = CompletionReader(choices, plan.prompt, plan.batch)
@@ -99,7 +101,8 @@ class RecordedStream:
         try:
             while True:
                 try:
-                    block = await anext(self._blocks)
+                    pending, self._next = self._next, None
+                    block = await (pending or anext(self._blocks))
                 except StopAsyncIteration:
                     if not await self._goes_on("ended"):
                         break
@@ -118,7 +121,7 @@ class RecordedStream:
                     yield sendable
                 self._waiting_since = monotonic()
                 held_until = self._held_until
-                if held_until is not None and not await self._blocks.arrives(held_until - monotonic()):
+                if held_until is not None and not await self._arrives(held_until - monotonic()):
                     yield await self._release()
             if held := await self._release():
                 yield held
@@ -140,7 +143,16 @@ class RecordedStream:
         """Record the ids sampled so far if the client left early, and close the engine's response."""
         async with self._cleanup:
             self._recording.add_later(self._reader.rest())
-            await self._blocks.aclose()
+            if self._next is not None:
+                self._next.cancel()
+                await asyncio.gather(self._next, return_exceptions=True)
+
+    async def _arrives(self, seconds: float) -> bool:
+        """Whether the next block, the end or a failure of the stream arrives within `seconds`."""
+        if self._next is None:
+            self._next = asyncio.ensure_future(anext(self._blocks))
+        await asyncio.wait((self._next,), timeout=seconds)
+        return self._next.done()
 
     def _progress(self) -> dict[int, int] | None:
         """Number of sampled ids by choice; None if more may have arrived, or may be about to arrive."""
@@ -165,12 +177,10 @@ class RecordedStream:
             names = {"id": first.id, "object": _CHUNK, "created": first.created, "model": first.model}
             head = {name: raw(value) for name, value in names.items()}
             ended = self._reader.sampled - sum(len(rest.sampled) for rest in rests)
-            self._blocks = _Blocks(
-                self._resume.events(rests, head, prompt, ended, told=self._reader.usage_read)
-            )
+            self._blocks = self._resume.events(rests, head, prompt, ended, told=self._reader.usage_read)
             return True
         self._resume.give_up()
-        self._blocks = _Blocks(_each(held))
+        self._blocks = _each(held)
         return bool(held)
 
     def _without_end(self, event: bytes, read: parsing.Parsed) -> parsing.Parsed | None:
@@ -280,40 +290,3 @@ class RecordedStream:
 async def _each(blocks: list[bytes]) -> AsyncIterator[bytes]:
     for block in blocks:
         yield block
-
-
-class _Blocks:
-    """The blocks of an engine's stream. It tells whether the next one arrives in time."""
-
-    def __init__(self, blocks: AsyncIterator[bytes]) -> None:
-        self._blocks = blocks
-        self._next: asyncio.Task[bytes] | None = None
-        """Reads the block that `arrives` waited for."""
-
-    def __aiter__(self) -> "_Blocks":
-        return self
-
-    def __anext__(self) -> Awaitable[bytes]:
-        """The next block. Raises what the stream raises."""
-        # no coroutine of its own: this runs once for each block of a stream
-        if self._next is None:
-            return anext(self._blocks)
-        task, self._next = self._next, None
-        return task
-
-    async def arrives(self, seconds: float) -> bool:
-        """Whether the next block, the end or a failure of the stream arrives within `seconds`.
-
-        It is still to be read afterwards.
-        """
-        if self._next is None:
-            self._next = asyncio.ensure_future(anext(self._blocks))
-        await asyncio.wait((self._next,), timeout=seconds)
-        return self._next.done()
-
-    async def aclose(self) -> None:
-        """Stop waiting for the next block."""
-        if self._next is not None:
-            self._next.cancel()
-            await asyncio.gather(self._next, return_exceptions=True)
-            self._next = None
