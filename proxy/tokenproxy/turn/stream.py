@@ -125,7 +125,7 @@ class RecordedStream:
                     yield await self._release()
             if held := await self._release():
                 yield held
-            if not self._is_over:
+            if not (self._done or self._reader.complete or self._reader.failed):
                 raise EngineBroken("the engine ended its stream before the turn ended")
         except ApiError as error:
             if last := await self._release() + self._answer.broken(error):
@@ -158,10 +158,6 @@ class RecordedStream:
         """Number of sampled ids by choice; None if more may have arrived, or may be about to arrive."""
         since = self._waiting_since
         return self._reader.progress() if since is not None and monotonic() - since >= _QUIET_S else None
-
-    @property
-    def _is_over(self) -> bool:
-        return self._done or self._reader.complete or self._reader.failed
 
     async def _goes_on(self, why: str) -> bool:
         """Whether blocks follow after a break: of the next engine, events that were held, or the end."""
@@ -211,7 +207,7 @@ class RecordedStream:
         """
         usual = None if self._answer.reads_tokens else wire.UsualChunk.match(event)
         if usual is not None and self._reader.add(usual):
-            self._show(event, usual, None)
+            self._show(self._answer.event(event, usual, None))
             return None
         data = event_data(event)
         if data is None:
@@ -233,12 +229,19 @@ class RecordedStream:
         self._reader.read(parsed.completion)
         if self._reader.ended:
             return partial(self._end_choices, event, usual, parsed)
-        self._show(event, usual, parsed)
+        self._show(self._answer.event(event, usual, parsed))
         return None
 
-    def _show(self, event: bytes, usual: wire.UsualChunk | None, parsed: parsing.Parsed | None) -> None:
-        if shown := self._answer.event(event, usual, parsed):
-            self._ready.append(shown if self._sent is None else self._keep(shown))
+    def _show(self, events: bytes | None) -> None:
+        """Events for the client, after those that it was not sent yet."""
+        if not events:
+            return
+        self._ready.append(events)
+        if self._sent is not None:
+            self._sent_bytes += len(events)
+            self._sent.append(events)
+            if self._sent_bytes > KEPT_BYTES:
+                self._sent = None
 
     async def _end_choices(self, event: bytes, usual: wire.UsualChunk | None, parsed: parsing.Parsed) -> None:
         """Record the turns that an event ends, or wait for their usage, before the client gets the event."""
@@ -246,7 +249,7 @@ class RecordedStream:
             self._held_until = self._held_until or monotonic() + self._usage_s
         else:
             await self._record_ended()
-        self._show(event, usual, parsed)
+        self._show(self._answer.event(event, usual, parsed))
 
     def _sendable(self) -> bytes:
         """The events that may be sent now, which are then no longer in `_ready`."""
@@ -272,19 +275,11 @@ class RecordedStream:
         complete = self._reader.complete
         await self._record_ended()
         await self._recording.add(self._reader.rest())
-        end = self._keep(self._answer.end())
+        end = self._answer.end()
         await self._answer.settle()
-        self._ready.append(end)
+        self._show(end)
         if complete and not self._broken_off and self._sent is not None:
             await self._attempt.keep(self.status, self.headers, b"".join(self._sent))
-
-    def _keep(self, event: bytes) -> bytes:
-        if self._sent is not None:
-            self._sent_bytes += len(event)
-            self._sent.append(event)
-            if self._sent_bytes > KEPT_BYTES:
-                self._sent = None
-        return event
 
 
 async def _each(blocks: list[bytes]) -> AsyncIterator[bytes]:
