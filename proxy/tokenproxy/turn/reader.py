@@ -122,7 +122,7 @@ class CompletionReader:
             self._echoes[0].read(bytes(chunk.prompt_token_ids))
         if usage is not None and self.batch is None and usage.cached_tokens is not None:
             self._cached_tokens = usage.cached_tokens
-        self.usage_read |= self.complete and not choices
+        self.usage_read |= not choices and self.complete
         alone = len(choices) == 1
         sure = alone or len({choice.index or 0 for choice in choices}) == len(choices)
         for choice in choices:

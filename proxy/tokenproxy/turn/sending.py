@@ -321,11 +321,12 @@ def _request_for_engine(request: ChatRequest, *, evidence: bool) -> Fields:
 def _headers(request: ChatRequest, plan: PromptPlan) -> Headers:
     """The client's headers, and the session: a router between proxy and engine can be sticky by it."""
     # the response is read here, so it must not be compressed
-    headers = [pair for pair in request.headers if pair[0] != b"accept-encoding"]
-    if plan.rollout is None:
-        return headers
-    headers = [pair for pair in headers if pair[0] != _SESSION_HEADER]
-    return [*headers, (_SESSION_HEADER, plan.placement.session.name.encode())]
+    session = None if plan.rollout is None else plan.placement.session.name
+    replaced = (b"accept-encoding",) if session is None else (b"accept-encoding", _SESSION_HEADER)
+    headers = [pair for pair in request.headers if pair[0] not in replaced]
+    if session is not None:
+        headers.append((_SESSION_HEADER, session.encode()))
+    return headers
 
 
 def _conversation(plan: PromptPlan) -> str:
