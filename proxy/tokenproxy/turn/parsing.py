@@ -98,10 +98,11 @@ def parse(body: bytes, *, tokens: bool = False, whole: bool = False, one_prompt:
         EngineBroken: it is not a JSON object, or is nested too deeply.
     """
     size = len(body) if one_prompt else 0
-    if whole and not tokens and size >= CUT_FROM_BYTES and (parsed := _parse_cut(_cut_arrays(body))):
-        return parsed
-    if size >= _PROMPT_FROM_BYTES and (parsed := _parse_cut(_cut_prompt(body), tokens=tokens)):
-        return parsed
+    if size >= _PROMPT_FROM_BYTES:
+        long = whole and not tokens and size >= CUT_FROM_BYTES
+        for arrays in (True, False) if long else (False,):
+            if (parsed := _parse_cut(_cut(body, arrays=arrays), tokens=tokens)) is not None:
+                return parsed
     try:
         return Parsed(_decoded(body, tokens=tokens), Cut(body))
     except REFUSALS:
@@ -116,7 +117,7 @@ def _decoded(body: bytes, *, tokens: bool) -> Completion:
     return _decode_with_tokens(body) if tokens or ALTERNATIVES in body else _decode(body)
 
 
-def _parse_cut(cut: Cut | None, *, tokens: bool = False) -> Parsed | None:
+def _parse_cut(cut: Cut | None, *, tokens: bool) -> Parsed | None:
     """A completion whose arrays were cut out; None if they do not belong where they were."""
     if cut is None:
         return None
@@ -152,21 +153,21 @@ def _put_back(cut: Cut, completion: Completion) -> bool:
     return True
 
 
-def _cut_prompt(body: bytes) -> Cut | None:
-    """Cut the echoed prompt out; None if there is none."""
-    span = _ids_span(body, _PROMPT, 0)
-    if span is None:
-        return None
-    return Cut(_without(body, (span, MARK)), body[slice(*span)])
+def _cut(body: bytes, *, arrays: bool) -> Cut | None:
+    """Cut arrays out where vLLM writes them: log-probabilities, sampled ids, prompt.
 
+    Args:
+        arrays: whether to cut out all of them; else the prompt alone.
 
-def _cut_arrays(body: bytes) -> Cut | None:
-    """Cut the arrays out where vLLM writes them: log-probabilities, sampled ids, prompt; None without ids."""
-    logprobs = _logprobs_span(body)
-    token_ids = _ids_span(body, _IDS, logprobs[1] if logprobs else 0)
-    if token_ids is None:
+    Returns None if the sampled ids, or else the prompt, are not there.
+    """
+    logprobs = token_ids = None
+    if arrays:
+        logprobs = _logprobs_span(body)
+        token_ids = _ids_span(body, _IDS, logprobs[1] if logprobs else 0)
+    prompt = _ids_span(body, _PROMPT, token_ids[1] if token_ids else 0)
+    if (token_ids if arrays else prompt) is None:
         return None
-    prompt = _ids_span(body, _PROMPT, token_ids[1])
     rest = _without(body, (logprobs, LOGPROBS_MARK), (token_ids, MARK), (prompt, MARK))
     return Cut(rest, _slice(body, prompt), _slice(body, token_ids), _slice(body, logprobs))
 

@@ -90,34 +90,48 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
             cleanup = stack.pop_all()
             resume = Resume(turn, recording, answer, cleanup)
             return RecordedStream(response, answer, recording, attempt, cleanup, tag, resume)
-        body = await response.read()
-        completion, shown = await _read(body, plan, answer, services)
-        if shown is None:
-            resume = Resume(turn, recording, answer, stack)
-            while shown is None and (more := await resume.whole(body, completion)):
-                body = more
-                completion, shown = await _read(body, plan, answer, services)
-            if shown is None:
-                completion, shown = await _read(body, plan, answer, services, final=True)
-            assert shown is not None  # the last one is
-        await recording.add(completion)
-        if isinstance(shown, ApiError):
-            raise shown
-        await answer.settle()
-        if completion.broken_off:
-            await attempt.fail(EngineBroken.status)  # a retry gets the whole answer
-        else:
-            await attempt.keep(response.status, response.headers, shown)
-        return BytesResponse(response.status, response.headers, shown)
+        return await _whole(response, turn, answer, recording, attempt, stack)
+
+
+async def _whole(
+    response: Response,
+    turn: PlannedTurn,
+    answer: Answer,
+    recording: Recording,
+    attempt: Attempt,
+    cleanup: AsyncExitStack,
+) -> Response:
+    """The response for a whole completion, which was recorded; see `RecordedStream` for a stream.
+
+    Raises:
+        ApiError: the client's answer cannot be made of the completion.
+    """
+    body = await response.read()
+    completion, shown = await _read(body, turn, answer)
+    if shown is None:
+        resume = Resume(turn, recording, answer, cleanup)
+        while shown is None:
+            more = await resume.whole(body, completion)
+            body = body if more is None else more
+            completion, shown = await _read(body, turn, answer, final=more is None)
+    await recording.add(completion)
+    if isinstance(shown, ApiError):
+        raise shown
+    await answer.settle()
+    if completion.broken_off:
+        await attempt.fail(EngineBroken.status)  # a retry gets the whole answer
+    else:
+        await attempt.keep(response.status, response.headers, shown)
+    return BytesResponse(response.status, response.headers, shown)
 
 
 async def _read(
-    body: bytes, plan: PromptPlan, answer: Answer, services: Services, *, final: bool = False
+    body: bytes, turn: PlannedTurn, answer: Answer, *, final: bool = False
 ) -> tuple[Completion, bytes | ApiError | None]:
     """As `_read_now`, on a thread if it is long."""
     if len(body) < _READ_ON_THREAD_BYTES:
-        return _read_now(body, plan, answer, final)
-    return await services.encoders.run(partial(_read_now, body, plan, answer, final))
+        return _read_now(body, turn.plan, answer, final)
+    return await turn.services.encoders.run(partial(_read_now, body, turn.plan, answer, final))
 
 
 def _read_now(
