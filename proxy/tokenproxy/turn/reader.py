@@ -53,7 +53,8 @@ class _Echo:
     """The JSON array of ids as the engine wrote it; None if there is none, or it cannot be parsed."""
     packed: bytes | None = None
     """The ids packed, if they had to be parsed."""
-    unreadable: tuple[str, ...] = ()
+    unreadable: str = ""
+    """The name of the field, if it cannot be parsed."""
 
     def read(self, echo: bytes) -> None:
         """Add an echo. Null counts as none; of several choices with one prompt, the first holds it."""
@@ -66,36 +67,35 @@ class _Echo:
                 self.packed = ids.pack(echo)
             self.ids = echo
         except (*wire.REFUSALS, InvalidIds):
-            self.unreadable = ("prompt_token_ids",)
+            self.unreadable = "prompt_token_ids"
 
 
-@dataclass
 class CompletionReader:
     """Collects what was sampled from the chunks of a stream; a whole completion is one chunk.
 
     Each chunk must hold usage: it shows whether all ids came.
     """
 
-    expected: int = 1
-    """How many choices there will be."""
-    sent: bytes = b""
-    """The prompt that was sent to the engine, as a JSON array; an equal echo is not parsed."""
-    batch: Batch | None = None
-    """The prompts of a request of the completions route, where each choice echoes its prompt."""
-    failed: bool = field(init=False, default=False)
-    """Whether the engine sent an error in place of a chunk."""
-    _echoes: list[_Echo] = field(init=False)
-    """Of each prompt."""
-    _choices: dict[int, "_Sampled"] = field(init=False, default_factory=dict)
-    _ended: int = field(init=False, default=0)
-    _cached_tokens: int | None = field(init=False, default=None)
-    usage_read: bool = field(init=False, default=False)
-    """Whether the chunk after the last choice was read, which has no choices."""
-    ended: list["_Sampled"] = field(init=False, default_factory=list)
-    """Choices that ended, and that `rest` has not returned yet."""
+    def __init__(self, expected: int = 1, sent: bytes = b"", batch: Batch | None = None) -> None:
+        """Nothing is read yet.
 
-    def __post_init__(self) -> None:
-        self._echoes = [_Echo(prompt) for prompt in (self.batch.prompts if self.batch else (self.sent,))]
+        Args:
+            expected: how many choices there will be.
+            sent: the prompt that was sent to the engine, as a JSON array; an equal echo is not parsed.
+            batch: the prompts of a request of the completions route, where each choice echoes its prompt.
+        """
+        self.batch = batch
+        self.failed = False
+        """Whether the engine sent an error in place of a chunk."""
+        self.usage_read = False
+        """Whether the chunk after the last choice was read, which has no choices."""
+        self.ended: list[_Sampled] = []
+        """Choices that ended, and that `rest` has not returned yet."""
+        self._expected = expected
+        self._ended = 0
+        self._choices: dict[int, _Sampled] = {}
+        self._cached_tokens: int | None = None
+        self._echoes = [_Echo(sent)] if batch is None else [_Echo(prompt) for prompt in batch.prompts]
 
     def add(self, usual: wire.UsualChunk) -> bool:
         """Add a chunk of the usual shape. Returns False if it must be parsed and read."""
@@ -135,7 +135,7 @@ class CompletionReader:
             streamed.add(choice)
             if self.batch is not None and choice.prompt_token_ids is not wire.ABSENT:
                 self._echo_of(index).read(bytes(choice.prompt_token_ids))
-            if not sure or (choice.index is None and self.expected > 1):
+            if not sure or (choice.index is None and self._expected > 1):
                 streamed.mark("index")
             if alone and usage is not None and usage.completion_tokens is not None:
                 streamed.sampled.counted, streamed.usage = usage.completion_tokens, None
@@ -153,7 +153,7 @@ class CompletionReader:
     def rests(self) -> list[Rest]:
         """What is left of the choices that have not ended; without a prompt where their ids are unknown."""
         found: list[Rest] = []
-        for index in range(self.expected):
+        for index in range(self._expected):
             choice = self._choices.get(index) or _Sampled(SampledChoice(index))
             if not choice.closed:
                 prompt = b"" if choice.without_ids else self._echo_of(index).ids or b""
@@ -173,7 +173,7 @@ class CompletionReader:
     @property
     def complete(self) -> bool:
         """Whether all choices have ended."""
-        return self._ended >= self.expected
+        return self._ended >= self._expected
 
     @property
     def awaits_usage(self) -> bool:
@@ -274,7 +274,7 @@ class _Sampled:
         if self.usage is not None and (counted := wire.completion_tokens(self.usage)) is not None:
             sampled.counted = counted
         sampled.finish_reason = sampled.finish_reason or ABORTED
-        sampled.unreadable = next(iter((*echo.unreadable, *self._unreadable)), "")
+        sampled.unreadable = echo.unreadable or next(iter(self._unreadable), "")
         if not (self.without_ids or (not self.ids and any(map(sampled.message.get, _SAMPLED)))):
             sampled.ids = self.ids  # else text came without ids: what was sampled is unknown
         if "logprobs" not in self._unreadable:
