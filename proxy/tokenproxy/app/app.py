@@ -37,7 +37,7 @@ from tokenproxy.settings.groups import proof_folder
 from tokenproxy.store.fleet_words import StoredWords
 from tokenproxy.store.guarded import GuardedStore
 from tokenproxy.store.urls import make_store
-from tokenproxy.turn.services import ModelAliases, RunningRequests, Services, parse_alias
+from tokenproxy.turn.services import ModelAliases, RunningRequests, Services
 from tokenproxy.web.auth import ApiKeys, NoKeys
 from tokenproxy.web.credentials import EngineCredentials, TenantOf, tenant_in_scope
 from tokenproxy.web.gate import Gate, is_loopback
@@ -77,7 +77,7 @@ def make_services(
         WeightCalls(fleet, metrics),
         encoders,
         settings,
-        model_aliases=ModelAliases([parse_alias(alias) for alias in settings.model_aliases]),
+        model_aliases=ModelAliases(settings.model_aliases),
         running=running or RunningRequests(),
     )
 
@@ -108,7 +108,7 @@ def check_settings(settings: Settings, processes: int) -> None:
     """
     checks: dict[str, Callable[[], object]] = {
         "store": lambda: make_store(settings.store, Limits()),
-        "model_aliases": lambda: [parse_alias(alias) for alias in settings.model_aliases],
+        "model_aliases": lambda: ModelAliases(settings.model_aliases),
         "api_key_file": lambda: settings.api_key_file and read_keys(settings.api_key_file),
         "tokenizer": partial(check_source, settings.tokenizer or ""),
     }

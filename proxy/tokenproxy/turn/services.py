@@ -7,7 +7,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -87,39 +87,31 @@ def _stopping() -> Stopping:
     return Stopping(problem, code="stopping")
 
 
-@dataclass(frozen=True, slots=True)
-class ModelAlias:
-    """The requests that name a model of this pattern are for `model`."""
-
-    pattern: str
-    """`*` stands for any characters."""
-    model: str
-
-    def matches(self, name: str) -> bool:
-        """Whether a name is of the pattern. Case counts."""
-        # only `*` is special: a name may hold brackets
-        return fnmatchcase(name, self.pattern.replace("[", "[[]").replace("?", "[?]"))
-
-
-def parse_alias(text: str) -> ModelAlias:
-    """The alias of `PATTERN=MODEL`. Raises ValueError."""
-    pattern, _, model = (part.strip() for part in text.partition("="))
-    if not pattern or not model:
-        raise ValueError(f"{text!r} is not an alias: write it as NAME=MODEL, as in haiku=MODEL or *=MODEL")
-    return ModelAlias(pattern, model)
-
-
 class ModelAliases:
     """Maps the model that a client names to one that is served: side calls name models that nobody serves.
 
     A name that an engine serves, base model or adapter, is never mapped. One per application.
     """
 
-    def __init__(
-        self, aliases: Sequence[ModelAlias] = (), *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """`aliases`: of those whose pattern matches, the first decides."""
-        self._aliases = aliases
+    def __init__(self, aliases: Sequence[str] = (), *, clock: Callable[[], float] = time.monotonic) -> None:
+        """The setting `model_aliases`.
+
+        Args:
+            aliases: each as PATTERN=MODEL, where `*` stands for any characters, and case counts. The first
+                whose pattern matches a name decides.
+
+        Raises:
+            ValueError: a text is not an alias.
+        """
+        self._aliases: list[tuple[str, str]] = []
+        for alias in aliases:
+            pattern, _, model = (part.strip() for part in alias.partition("="))
+            if not pattern or not model:
+                raise ValueError(
+                    f"{alias!r} is not an alias: write it as NAME=MODEL, as in haiku=MODEL or *=MODEL"
+                )
+            # only `*` is special: a name may hold brackets
+            self._aliases.append((pattern.replace("[", "[[]").replace("?", "[?]"), model))
         self._clock = clock
         self._asked: dict[str, float] = {}
         """When the engines said that they do not serve a name, on `clock`."""
@@ -128,20 +120,14 @@ class ModelAliases:
         """Whether there are any."""
         return bool(self._aliases)
 
-    def __iter__(self) -> Iterator[ModelAlias]:
-        """In their order."""
-        return iter(self._aliases)
-
     async def served_name(self, name: str, fleet: Fleet) -> str:
         """The name of the model that serves requests for `name`; `name` itself if there is no alias for it.
 
         Raises:
             EngineUnavailable, EngineTimeout, EngineBroken: no engine says which models it serves.
         """
-        alias = next((alias for alias in self._aliases if alias.matches(name)), None)
-        if alias is None or alias.model == name or await self._serves(name, fleet):
-            return name
-        return alias.model
+        model = next((model for pattern, model in self._aliases if fnmatchcase(name, pattern)), name)
+        return name if model == name or await self._serves(name, fleet) else model
 
     async def map(self, request: ChatRequest, fleet: Fleet) -> ChatRequest:
         """The request for the model that serves it; see `ChatRequest.requested_model`.
