@@ -66,7 +66,7 @@ class Translation(StreamedAnswer):
         if parsed is not None:
             chunk = parsed.completion
             if chunk.error is not wire.ABSENT and not is_null(chunk.error):
-                problem = wire.problem_of(parsed.cut.rest)
+                problem = wire.problem_of(parsed.json)
                 status = problem.code if isinstance(problem.code, int) and 400 <= problem.code < 600 else 500
                 return self.error_event(status, problem.message, problem.name)
             choices = chunk.choices or ()

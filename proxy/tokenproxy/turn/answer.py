@@ -23,7 +23,7 @@ from tokenproxy.engine.sse import data_event, event_data, replace_data
 from tokenproxy.record.completion import Completion
 from tokenproxy.record.turn import new_id
 from tokenproxy.turn import parsing
-from tokenproxy.turn.parsing import LOGPROBS_MARK, Cut
+from tokenproxy.turn.parsing import LOGPROBS_MARK, Parsed
 from tokenproxy.turn.required_prefix import with_ids
 from tokenproxy.turn.wire import REFUSALS, UsualChunk
 
@@ -63,7 +63,7 @@ class Answer(ABC):
     """Whether choices report weights that only the proxy asked for; set before anything is read."""
 
     @abstractmethod
-    def whole(self, parsed: parsing.Parsed, body: bytes, read: Completion) -> bytes:
+    def whole(self, parsed: Parsed, body: bytes, read: Completion) -> bytes:
         """The body for a whole completion.
 
         Args:
@@ -79,7 +79,7 @@ class StreamedAnswer(Answer):
     """Writes one response, from one completion or from chunks and then their end."""
 
     @abstractmethod
-    def event(self, event: bytes, usual: UsualChunk | None, parsed: parsing.Parsed | None) -> bytes | None:
+    def event(self, event: bytes, usual: UsualChunk | None, parsed: Parsed | None) -> bytes | None:
         """The events for the next event of the engine; None or empty if there are none.
 
         Args:
@@ -106,12 +106,12 @@ class Redactor(StreamedAnswer):
         self._route = route
         self._names_tokens = route is EngineRoute.GENERATE and visible.logprobs
 
-    def whole(self, parsed: parsing.Parsed, body: bytes, read: Completion) -> bytes:
+    def whole(self, parsed: Parsed, body: bytes, read: Completion) -> bytes:
         """See `Answer.whole`."""
         visible = self._visible
         if visible.everything and not visible.on_messages and not self._holds_hidden_weights(body):
             return self._with_both_names(body)
-        fields = _decoded(parsed.cut)
+        fields = _decoded(parsed)
         choices = _choices(fields)
         if self._route is EngineRoute.GENERATE and not visible.ids:
             fields |= {name: _NULL for name in _OF_PROMPT if name in fields}
@@ -120,20 +120,20 @@ class Redactor(StreamedAnswer):
                 message = _object(raw_value(choice, "message") or NULL) if isinstance(choice, dict) else None
                 if isinstance(message, dict):
                     choice["message"] = raw(with_ids(message, read.prompt_ids, sampled))
-        return self._redacted(fields, choices, parsed.cut)
+        return self._redacted(fields, choices, parsed)
 
-    def event(self, event: bytes, usual: UsualChunk | None, parsed: parsing.Parsed | None) -> bytes | None:
+    def event(self, event: bytes, usual: UsualChunk | None, parsed: Parsed | None) -> bytes | None:
         """See `StreamedAnswer.event`. Raises EngineBroken if its data is not a JSON object."""
         if self._shows_all and not self._holds_hidden_weights(event):
             return self._with_both_names(event)
         if usual is not None and (redacted := usual.redacted(self._visible)) is not None:
             return redacted
-        shown = self.chunk(Cut(event_data(event) or b"") if parsed is None else parsed.cut)
+        shown = self.chunk(parsed or parsing.parse(event_data(event) or b""))
         return None if shown is None else replace_data(event, shown)
 
-    def chunk(self, cut: Cut) -> bytes | None:
+    def chunk(self, parsed: Parsed) -> bytes | None:
         """A chunk of any shape with the fields that the client requested; None if it holds none of them."""
-        fields = _decoded(cut)
+        fields = _decoded(parsed)
         choices = _choices(fields)
         if raw_value(fields, "error") is None and choices is not None and not self._shows(choices):
             return None
@@ -144,7 +144,7 @@ class Redactor(StreamedAnswer):
             if not self._visible.ids:
                 for name in _OF_PROMPT:
                     fields.pop(name, None)
-        return self._redacted(fields, choices, cut)
+        return self._redacted(fields, choices, parsed)
 
     def end(self) -> bytes:
         """See `StreamedAnswer.end`."""
@@ -162,7 +162,7 @@ class Redactor(StreamedAnswer):
         evidence = self._visible.ids or self._visible.logprobs
         return evidence or any(_holds_more(choice, self._visible.reasoning) for choice in choices)
 
-    def _redacted(self, fields: Fields, choices: list[Any] | None, cut: Cut) -> bytes:
+    def _redacted(self, fields: Fields, choices: list[Any] | None, parsed: Parsed) -> bytes:
         """A completion or chunk as JSON with the fields that the client requested.
 
         Args:
@@ -171,8 +171,8 @@ class Redactor(StreamedAnswer):
         ids, logprobs = self._visible.ids, self._visible.logprobs
         if _PROMPT in fields and not ids:
             fields[_PROMPT] = _NULL
-        elif cut.prompt is not None:
-            fields[_PROMPT] = msgspec.Raw(cut.prompt)
+        elif parsed.prompt is not None:
+            fields[_PROMPT] = msgspec.Raw(parsed.prompt)
         if not choices:
             return self._with_both_names(msgspec.json.encode(fields))
         for choice in choices:
@@ -180,13 +180,13 @@ class Redactor(StreamedAnswer):
                 continue
             if not ids:
                 choice |= {name: _NULL for name in _IDS_IN_CHOICE[self._route] if name in choice}
-            elif cut.ids is not None:
-                choice["token_ids"] = msgspec.Raw(cut.ids)
+            elif parsed.ids is not None:
+                choice["token_ids"] = msgspec.Raw(parsed.ids)
             if not logprobs and "logprobs" in choice:
                 choice["logprobs"] = _NULL
-            elif cut.logprobs is not None:
+            elif parsed.logprobs is not None:
                 marked = bytes(choice["logprobs"])
-                choice["logprobs"] = msgspec.Raw(marked.replace(LOGPROBS_MARK, cut.logprobs, 1))
+                choice["logprobs"] = msgspec.Raw(marked.replace(LOGPROBS_MARK, parsed.logprobs, 1))
             if self.hides_weights and _WEIGHTS in choice:
                 choice[_WEIGHTS] = _NULL
             if not self._visible.reasoning:
@@ -303,9 +303,9 @@ def _ids(given: GivenIds | None) -> msgspec.Raw:
 # --- parsing
 
 
-def _decoded(cut: Cut) -> Fields:
+def _decoded(parsed: Parsed) -> Fields:
     """The fields of a completion or chunk. Raises EngineBroken."""
-    fields = _object(cut.rest)
+    fields = _object(parsed.json)
     if not isinstance(fields, dict):
         raise parsing.no_completion()
     return fields

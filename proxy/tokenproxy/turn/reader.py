@@ -39,8 +39,8 @@ def read_completion(parsed: Parsed, sent: bytes = b"", batch: Batch | None = Non
     completion = reader.rest()
     if whole.usage is not None:
         completion.completion_tokens = whole.usage.completion_tokens
-    if parsed.cut.ids is not None and completion.choices:
-        completion.choices[0].raw_ids = parsed.cut.ids
+    if parsed.ids is not None and completion.choices:
+        completion.choices[0].raw_ids = parsed.ids
     return completion
 
 

@@ -225,7 +225,7 @@ class RecordedStream:
             rest = self._without_end(event, parsed)
             if rest is None:
                 return None
-            event, usual, parsed = data_event(rest.cut.rest), None, rest
+            event, usual, parsed = data_event(rest.json), None, rest
         self._reader.read(parsed.completion)
         if self._reader.ended:
             return partial(self._end_choices, event, usual, parsed)

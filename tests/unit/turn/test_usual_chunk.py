@@ -13,7 +13,7 @@ from tokenproxy.base.errors import EngineBroken
 from tokenproxy.base.request import Visible
 from tokenproxy.engine.sse import data_event, event_data
 from tokenproxy.turn.answer import Redactor
-from tokenproxy.turn.parsing import Cut
+from tokenproxy.turn.parsing import parse as parse_chunk
 from tokenproxy.turn.wire import UsualChunk
 
 _VISIBLE = [
@@ -50,7 +50,7 @@ def _chunk(*choices: Body, **fields: Any) -> Body:
 
 def _outcome(redactor: Redactor, data: bytes, *, parse: bool) -> bytes | str | None:
     try:
-        return redactor.chunk(Cut(data)) if parse else redact_chunk(redactor, data)
+        return redactor.chunk(parse_chunk(data)) if parse else redact_chunk(redactor, data)
     except EngineBroken as error:
         return str(error)
 
