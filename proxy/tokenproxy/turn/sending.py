@@ -52,10 +52,6 @@ class _Part:
     tags: dict[int, WeightTag] = field(default_factory=dict)
     """Of the choices that were resumed, by their index."""
 
-    def tag_of(self, choice: int) -> WeightTag:
-        """The tag of a choice, given its index."""
-        return self.tags.get(choice, self.tag)
-
 
 @dataclass(slots=True)
 class Segments:
@@ -112,7 +108,7 @@ class Segments:
         segments: list[Segment] = [*self._dropped]
         spans: list[WeightSpan] = []
         for part, start, end in zip(parts, starts, [*starts[1:], count], strict=True):
-            tag = part.tag_of(index)
+            tag = part.tags.get(index, part.tag)
             segments.append(Segment(tag.replica, start, end, "" if part is parts[-1] else part.ended))
             if start == end:
                 continue  # the engine broke off before it sampled
@@ -139,8 +135,6 @@ class PlannedTurn:
     """Only after it was sent."""
     tag: WeightTag = field(init=False)
     """The versions of the weights that sample it; only after it was sent."""
-    conversation: str = field(init=False)
-    """As in its `routing`; only after that was made."""
     hides_weights: bool = field(init=False, default=False)
     """Whether the engine was asked which weights sampled its ids, and not by the client."""
     aborts: int = field(init=False, default=0)
@@ -200,6 +194,23 @@ class PlannedTurn:
             or self.plan.images
             or is_whole_only(request.fields)
         )
+
+    @property
+    def conversation(self) -> str:
+        """A key that is equal for all turns of a conversation; empty if there is none.
+
+        It is the rollout. If a history is recognised in none of its requests, each of them starts a new
+        rollout; the key is then a digest of the messages up to the first assistant turn, which these requests
+        share.
+        """
+        plan, placement, conversation = self.plan, self.plan.placement, self.plan.placement.conversation
+        if plan.others:
+            return plan.rollout or ""
+        rendered = plan.source is Source.RENDERED and plan.reason is not Reason.FIRST_TURN
+        if not (placement.new_rollout and rendered) or conversation is None or not conversation.ends:
+            return placement.session.id
+        answer = conversation.messages[conversation.ends[-1]]
+        return f"{placement.scope.tenant}/beginning/{answer.loose.hex()}"
 
     def _begin(self, replica: Replica) -> Fields:
         """The fields of the request for a replica, to which it is about to be sent."""
@@ -271,7 +282,6 @@ class PlannedTurn:
             ids = len(request.messages or request.retry.body) // BYTES_PER_ID
             beginning = (request.rendering.tools, request.messages)
             context_ids = 0 if _IMAGE_DATA in request.messages else sum(map(len, beginning)) // BYTES_PER_ID
-        self.conversation = _conversation(plan) if not plan.others else plan.rollout or ""
         return Routing(
             conversation=self.conversation,
             holder=holder,
@@ -327,19 +337,3 @@ def _headers(request: ChatRequest, plan: PromptPlan) -> Headers:
     if session is not None:
         headers.append((_SESSION_HEADER, session.encode()))
     return headers
-
-
-def _conversation(plan: PromptPlan) -> str:
-    """A key that is equal for all turns of a conversation; empty if there is none.
-
-    It is the rollout. If a history is recognised in none of its requests, each of them starts a new rollout;
-    the key is then a digest of the messages up to the first assistant turn, which these requests share.
-    """
-    placement, conversation = plan.placement, plan.placement.conversation
-    if not placement.new_rollout and conversation is not None:
-        return placement.session.id
-    first_turn = plan.reason is Reason.FIRST_TURN or plan.source is not Source.RENDERED
-    if conversation is None or first_turn or not conversation.ends:
-        return placement.session.id
-    answer = conversation.messages[conversation.ends[-1]]
-    return f"{placement.scope.tenant}/beginning/{answer.loose.hex()}"
