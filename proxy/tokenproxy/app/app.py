@@ -17,7 +17,7 @@ from tokenproxy.base.http import Request, Response
 from tokenproxy.base.types import ASGIApp
 from tokenproxy.base.urls import url_credentials
 from tokenproxy.engine.http import HttpEngine
-from tokenproxy.engine.monitored import MonitoredEngine
+from tokenproxy.engine.protocol import MonitoredEngine
 from tokenproxy.fleet.choosing import Routing
 from tokenproxy.fleet.fleet import Fleet
 from tokenproxy.fleet.membership import Membership, Resolve, fleet_id, resolve_host
@@ -38,8 +38,7 @@ from tokenproxy.settings.groups import proof_folder
 from tokenproxy.store.fleet_words import StoredWords
 from tokenproxy.store.guarded import GuardedStore
 from tokenproxy.store.urls import make_store
-from tokenproxy.turn.model_aliases import ModelAliases, parse_alias
-from tokenproxy.turn.services import RunningRequests, Services
+from tokenproxy.turn.services import ModelAliases, RunningRequests, Services
 from tokenproxy.web.credentials import EngineCredentials, TenantOf, tenant_in_scope
 from tokenproxy.web.gate import ApiKeys, Gate, NoKeys, is_loopback
 from tokenproxy.web.keys import KeyFile, read_keys
@@ -78,7 +77,7 @@ def make_services(
         WeightCalls(fleet, metrics),
         encoders,
         settings,
-        model_aliases=ModelAliases([parse_alias(alias) for alias in settings.model_aliases]),
+        model_aliases=ModelAliases(settings.model_aliases),
         running=running or RunningRequests(),
     )
 
@@ -109,7 +108,7 @@ def check_settings(settings: Settings, processes: int) -> None:
     """
     checks: dict[str, Callable[[], object]] = {
         "store": lambda: make_store(settings.store, Limits()),
-        "model_aliases": lambda: [parse_alias(alias) for alias in settings.model_aliases],
+        "model_aliases": lambda: ModelAliases(settings.model_aliases),
         "api_key_file": lambda: settings.api_key_file and read_keys(settings.api_key_file),
         "tokenizer": partial(check_source, settings.tokenizer or ""),
     }

@@ -24,7 +24,7 @@ from tokenproxy.base.errors import EngineUnavailable
 from tokenproxy.base.request import EngineRoute
 from tokenproxy.base.types import Scope
 from tokenproxy.engine.inprocess import InProcessEngine, inner_app
-from tokenproxy.engine.monitored import MonitoredEngine
+from tokenproxy.engine.protocol import MonitoredEngine
 from tokenproxy.engine.versions import check_first, put_first
 from tokenproxy.fleet.fleet import Fleet
 from tokenproxy.fleet.replica import Replica

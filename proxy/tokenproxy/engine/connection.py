@@ -42,6 +42,8 @@ class Connection(asyncio.Protocol):
         self.status = 0
         self.headers: Headers = []
         """Of the response; names in lower case."""
+        self.complete = False
+        """Whether the response arrived to its end."""
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
         """None after the end: the two hold each other, and what was not read."""
@@ -57,7 +59,7 @@ class Connection(asyncio.Protocol):
         """Forget the response before."""
         self._method = method
         self._informational = False
-        self._body_sent = self._head_complete = self._complete = self._keeps_alive = False
+        self._body_sent = self._head_complete = self.complete = self._keeps_alive = False
         self._error: Exception | None = None
         self._pieces: deque[bytes] = deque()
         self._buffered = 0
@@ -66,18 +68,8 @@ class Connection(asyncio.Protocol):
     def usable(self) -> bool:
         """Whether the next request can be sent over it."""
         transport = self._transport
-        kept = self._open and self._keeps_alive and self._body_sent
+        kept = self._open and self._keeps_alive and self._body_sent and not self._pieces
         return kept and transport is not None and not transport.is_closing()
-
-    @property
-    def received(self) -> bool:
-        """Whether the response arrived to its end."""
-        return self._complete
-
-    @property
-    def complete(self) -> bool:
-        """Whether the response was read to its end."""
-        return self._complete and not self._pieces
 
     async def send(self, method: str, head: bytes, body: bytes) -> None:
         """Send a request and wait for the head of its response: `status` and `headers`.
@@ -126,7 +118,7 @@ class Connection(asyncio.Protocol):
         """
         pieces = self._pieces
         if not pieces:
-            if self._complete:
+            if self.complete:
                 return b""
             if self._error is not None:
                 raise self._error
@@ -153,7 +145,7 @@ class Connection(asyncio.Protocol):
         Raises:
             TimeoutError: nothing came in that time.
         """
-        if self._pieces or self._complete or self._error is not None:
+        if self._pieces or self.complete or self._error is not None:
             return
         if seconds is None:
             await self._event()
@@ -165,7 +157,7 @@ class Connection(asyncio.Protocol):
             await self._event()
         finally:
             timer.cancel()
-        if self._timed_out and not self._pieces and not self._complete and self._error is None:
+        if self._timed_out and not self._pieces and not self.complete and self._error is None:
             raise TimeoutError
 
     def abort(self) -> None:
@@ -220,8 +212,8 @@ class Connection(asyncio.Protocol):
         """See `asyncio.BaseProtocol.connection_lost`."""
         self._open = False
         self._parser = None
-        if self._head_complete and not self._complete and exc is None and self._ends_with_connection():
-            self._complete = True
+        if self._head_complete and not self.complete and exc is None and self._ends_with_connection():
+            self.complete = True
         elif self._head_complete:
             self._fail(BrokenOff("the connection ended"))
         else:
@@ -238,7 +230,7 @@ class Connection(asyncio.Protocol):
         self._wake()
 
     def _fail(self, error: Exception) -> None:
-        if not self._complete and self._error is None:
+        if not self.complete and self._error is None:
             self._error = error
 
     def _ends_with_connection(self) -> bool:
@@ -252,7 +244,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         """A response starts."""
-        if self._complete or not self._method:
+        if self.complete or not self._method:
             raise BrokenOff("it sent a response that was not requested")
         self.headers = []
 
@@ -271,7 +263,7 @@ class Connection(asyncio.Protocol):
         self.status = status
         self._head_complete = True
         if self._method == "HEAD":
-            self._complete = True  # the parser waits for a body: the connection cannot be used again
+            self.complete = True  # the parser waits for a body: the connection cannot be used again
 
     def on_body(self, body: bytes) -> None:
         """Bytes of the body."""
@@ -283,7 +275,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """The response is complete."""
-        if self._informational or self._complete:
+        if self._informational or self.complete:
             return
-        self._complete = True
+        self.complete = True
         self._keeps_alive = self._parser is not None and self._parser.should_keep_alive()

@@ -13,7 +13,7 @@ A log-probability names its token by its text, or as `token_id:N` if the client 
 
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -22,9 +22,11 @@ from tokenproxy.base.errors import BadRequest, EngineBroken
 from tokenproxy.base.fields import NULL, join, parse, raw, raw_value, read
 from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response
 from tokenproxy.base.types import Fields, Headers
-from tokenproxy.engine.protocol import Engine
+from tokenproxy.engine.protocol import Engine, fetch
 from tokenproxy.engine.sse import events
-from tokenproxy.engine.token_in import TokenRequest, error_headers
+
+if TYPE_CHECKING:
+    from tokenproxy.engine.token_in import TokenRequest
 
 T = TypeVar("T")
 
@@ -56,11 +58,11 @@ class _Logprobs(msgspec.Struct):
 class Derender:
     """Converts the generate response to one request."""
 
-    def __init__(self, engine: Engine, request: TokenRequest, chat: Fields, sampling: Fields) -> None:
+    def __init__(self, engine: Engine, request: "TokenRequest", chat: Fields, sampling: Fields) -> None:
         """`chat` is the client's request, for parsers; `sampling`, the parameters that render resolved."""
         fields = request.fields
         self._engine = engine
-        self._headers = uncompressed_headers(request.headers)
+        self._headers = request.headers
         self._prompt = msgspec.Raw(request.prompt_ids)
         self._prompt_tokens = ids.check(request.prompt_ids)
         self._has_images = bool(request.images)
@@ -277,11 +279,9 @@ class Derender:
             "prompt_token_ids": self._prompt,
             "chat_request": self._chat,
         }
-        response = await self._engine.send(Request("POST", DERENDER_PATH, self._headers, join(fields), True))
-        try:
-            return response.status, parse_response(await response.read(), DERENDER_PATH)
-        finally:
-            await response.aclose()
+        request = Request("POST", DERENDER_PATH, self._headers, join(fields), repeatable=True)
+        status, body = await fetch(self._engine, request)
+        return status, parse_response(body, DERENDER_PATH)
 
 
 def parse_response(body: bytes, path: str) -> Fields:
@@ -308,9 +308,11 @@ def read_response_field(fields: Fields, name: str, kind: type[T], path: str) -> 
         raise EngineBroken(f"{path} returned an invalid `{name}`: {error}") from error
 
 
-def uncompressed_headers(headers: Headers) -> Headers:
-    """The client's headers without `accept-encoding`: a response that is parsed must not be compressed."""
-    return [pair for pair in headers if pair[0] != b"accept-encoding"]
+def error_headers(headers: Headers) -> Headers:
+    """The headers that stay valid after the body was replaced by other JSON."""
+    return [
+        pair for pair in headers if pair[0] not in (b"content-length", b"content-encoding", b"content-type")
+    ] + [(b"content-type", b"application/json")]
 
 
 def _choices(fields: Fields, path: str) -> list[Fields]:

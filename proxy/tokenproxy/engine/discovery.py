@@ -9,10 +9,17 @@ import msgspec
 
 from tokenproxy.base.errors import ApiError, EngineBroken, EngineUnavailable, Unsupported
 from tokenproxy.base.http import Request
-from tokenproxy.engine.generate import DERENDER_PATH, GENERATE_PATH, RENDER_PATH, GenerateTokenIn
+from tokenproxy.engine.derender import DERENDER_PATH, GENERATE_PATH
 from tokenproxy.engine.images import EngineImages, find_images
 from tokenproxy.engine.protocol import Engine, examine, fetch
-from tokenproxy.engine.token_in import CHAT_PATH, ChatTokenIn, TokenIn, json_request
+from tokenproxy.engine.token_in import (
+    CHAT_PATH,
+    RENDER_PATH,
+    ChatTokenIn,
+    GenerateTokenIn,
+    TokenIn,
+    json_request,
+)
 
 log = logging.getLogger("tokenproxy")
 

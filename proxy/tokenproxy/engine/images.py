@@ -17,9 +17,9 @@ import msgspec
 from chat_tokenizer.cache import BoundedCache
 from tokenproxy.base.errors import EngineBroken
 from tokenproxy.base.images import Image, InvalidImage
-from tokenproxy.engine.generate import GENERATE_PATH, RENDER_PATH
+from tokenproxy.engine.derender import GENERATE_PATH
 from tokenproxy.engine.protocol import Engine, error_text, examine
-from tokenproxy.engine.token_in import json_request
+from tokenproxy.engine.token_in import RENDER_PATH, json_request
 
 log = logging.getLogger("tokenproxy")
 

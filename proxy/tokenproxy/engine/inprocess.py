@@ -14,7 +14,7 @@ from urllib.parse import unquote
 from tokenproxy.base.errors import EngineBroken
 from tokenproxy.base.http import Request
 from tokenproxy.base.types import ASGIApp, Headers, Message, Scope
-from tokenproxy.engine.monitored import Call
+from tokenproxy.engine.protocol import Call
 from tokenproxy.engine.versions import scale_out_routes
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class InProcessResponse:
             began = perf_counter()
             message = await self._queue.get()
             if self.call is not None:
-                self.call.waited(perf_counter() - began)
+                self.call.exchange.waited_s += perf_counter() - began
             if message is None:
                 self._ended = True
                 raise self._broken_error()

@@ -1,15 +1,28 @@
-"""The protocol of an engine, whether it is reached over a socket or in the same process."""
+"""The protocol of an engine, over a socket or in the same process, and how it is called.
+
+Calls for clients' requests are observed: the time that they wait for the engine, its load, a span for each.
+"""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from time import perf_counter
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from tokenproxy.base.errors import EngineBroken
-from tokenproxy.base.http import Request, Response
+from tokenproxy.base.http import Request, Response, read_and_close
+from tokenproxy.monitoring.exchange import Exchange, running_exchange
+from tokenproxy.monitoring.metrics import InFlight, Metrics
+from tokenproxy.monitoring.tracing import Span, Value
+
+if TYPE_CHECKING:
+    from tokenproxy.engine.http import HttpEngine
+    from tokenproxy.engine.inprocess import InProcessEngine
 
 _TELLS_NOTHING = frozenset({429, 502, 503, 504})
+_SAMPLING = frozenset({"/v1/chat/completions", "/inference/v1/generate"})
+"""Routes of the engine that sample; others only prepare a request or read a response."""
 
 
 class Engine(Protocol):
@@ -67,6 +80,82 @@ class EngineWithCredential:
         """Does nothing: the owner of the wrapped engine closes it."""
 
 
+@dataclass(slots=True)
+class Call:
+    """One call of an engine for a client's request, from its beginning until its response is closed."""
+
+    exchange: Exchange
+    """Counts the waits for the engine."""
+    in_flight: InFlight | None
+    """Counts the call; None after its end."""
+    span: Span
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the observation of the call. A second time does nothing."""
+        in_flight, self.in_flight = self.in_flight, None
+        if in_flight is not None:
+            in_flight.dec()
+            # without recording, the span is the request's own, which ends with the request
+            if self.span.recording:
+                self.span.end(error)
+
+
+class MonitoredEngine:
+    """Observes an engine's calls for clients' requests. The proxy's own requests are only passed on."""
+
+    def __init__(self, engine: "HttpEngine | InProcessEngine", metrics: Metrics) -> None:
+        self.name = engine.name
+        self._engine = engine
+        self._in_flight = metrics.replica_in_flight(engine.name)
+
+    async def send(self, request: Request) -> Response:
+        """See `Engine.send`. The response reports its waits and its end to its call."""
+        exchange = running_exchange()
+        if exchange is None:
+            return await self._engine.send(request)
+        span = exchange.span
+        if span.recording:
+            span = self._child(span, exchange, request)
+            request = replace(request, headers=span.inject(request.headers))
+        call, began = Call(exchange, self._in_flight, span), perf_counter()
+        self._in_flight.inc()
+        try:
+            response = await self._engine.send(request)
+        except BaseException as error:  # cancellation too: the call is no longer in flight
+            call.end(error)
+            raise
+        finally:
+            exchange.waited_s += perf_counter() - began
+        if span.recording:
+            span.set({"http.response.status_code": response.status})
+            if response.status >= 500:
+                span.fail(f"the engine answered {response.status}")
+        response.call = call
+        return response
+
+    def verify(self, verify: Callable[[], Awaitable[None]] | None) -> None:
+        """See `Engine.verify`."""
+        self._engine.verify(verify)
+
+    async def aclose(self) -> None:
+        """See `Engine.aclose`."""
+        await self._engine.aclose()
+
+    def _child(self, parent: Span, exchange: Exchange, request: Request) -> Span:
+        path = request.path.partition("?")[0]
+        attributes: dict[str, Value | None] = {
+            "http.request.method": request.method,
+            "url.path": path,
+            "tokenproxy.replica": self.name,
+        }
+        if path not in _SAMPLING or not exchange.engine_attributes:
+            return parent.child(f"{request.method} {path}", attributes, client=True)
+        # the name of a sampling call in OpenTelemetry's conventions for generative AI
+        model = exchange.engine_attributes.get("gen_ai.request.model") or ""
+        attributes.update(exchange.engine_attributes)
+        return parent.child(f"chat {model}".rstrip(), attributes, client=True)
+
+
 async def fetch(engine: Engine, request: Request) -> tuple[int, bytes]:
     """Send a request; returns the status and body of the response.
 
@@ -74,10 +163,7 @@ async def fetch(engine: Engine, request: Request) -> tuple[int, bytes]:
         ApiError: the engine does not respond.
     """
     response = await engine.send(request)
-    try:
-        return response.status, await response.read()
-    finally:
-        await response.aclose()
+    return response.status, await read_and_close(response)
 
 
 async def examine(engine: Engine, request: Request) -> tuple[int, bytes]:

@@ -16,9 +16,8 @@ from chat_tokenizer import InvalidMessages
 from chat_tokenizer.renderer import RenderOptions
 from tokenproxy.base.errors import EngineBroken, Unsupported
 from tokenproxy.base.http import Request
-from tokenproxy.engine.generate import RENDER_PATH
 from tokenproxy.engine.protocol import Engine, error_text, examine, fetch
-from tokenproxy.engine.token_in import CHAT_PATH, json_request
+from tokenproxy.engine.token_in import CHAT_PATH, RENDER_PATH, json_request
 
 _TOOL_CALL = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
 _TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}

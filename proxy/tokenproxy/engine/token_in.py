@@ -12,17 +12,43 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 
 from chat_tokenizer import ids
-from tokenproxy.base.errors import error_body
-from tokenproxy.base.fields import join, raw, read
-from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response
+from tokenproxy.base.errors import BadRequest, error_body
+from tokenproxy.base.fields import NULL, join, raw, raw_value, read
+from tokenproxy.base.http import (
+    JSON_HEADERS,
+    BytesResponse,
+    Request,
+    Response,
+    StreamResponse,
+    read_and_close,
+)
 from tokenproxy.base.images import Image
 from tokenproxy.base.types import Fields, Headers
+from tokenproxy.engine.derender import (
+    GENERATE_PATH,
+    Derender,
+    error_headers,
+    parse_response,
+    read_response_field,
+)
 from tokenproxy.engine.protocol import Engine
 
 CHAT_PATH = "/v1/chat/completions"
+RENDER_PATH = "/v1/chat/completions/render"
 _PLACEHOLDER_MESSAGES = msgspec.Raw(b'[{"role":"user","content":""}]')
 """Sent if the client gave no messages: the chat route requires some, but with ids it does not render them."""
-
+_RENDERED_MESSAGES = msgspec.Raw(b'[{"role":"user","content":"."}]')
+"""Messages for the render request, which only resolves the parameters; the rendered ids are discarded."""
+_DEFAULT_MAX_TOKENS = msgspec.Raw(b"16")
+"""vLLM's default `max_tokens`. render omits it if it is the default; generate, without it, has no limit."""
+_UNSUPPORTED = {
+    "stop": "`stop` strings need an engine whose chat route takes `kv_transfer_params.prompt_token_ids`; "
+    "use `stop_token_ids`, or upgrade vLLM",
+    "logprob_token_ids": "`logprob_token_ids` needs an engine whose chat route takes "
+    "`kv_transfer_params.prompt_token_ids`; use `top_logprobs`, or upgrade vLLM",
+}
+"""Request fields that cannot be served exactly, with the error message: derender shows the text after a stop
+string again, and generate returns no log-probabilities of chosen ids."""
 _ID_PARAMS = ("kv_transfer_params.prompt_token_ids", "token_ids", "prompt_token_ids")
 _ID_SPELLINGS = ("kv_transfer_params['prompt_token_ids']", *_ID_PARAMS)
 _PARAMETER_SUFFIX = re.compile(r" \(parameter=[\w.]+(, value=[^)]*)?\)$")
@@ -102,24 +128,83 @@ def chat_body(request: TokenRequest) -> bytes:
     return join(fields)
 
 
+class GenerateTokenIn:
+    """Exact prompts for engines whose chat route does not accept ids: render, generate, derender.
+
+    vLLM's scale-out routes (`--enable-scale-out`) expose the steps of a chat completion: `/render` resolves
+    sampling parameters and grammar, `/inference/v1/generate` samples after a prompt of ids, `/derender`
+    parses tool calls and reasoning. The proxy puts the exact ids into the generate request. This costs two
+    more round trips than the chat route, and one for every chunk of a stream. Responses are converted to
+    those of the chat route; requests that these routes cannot serve exactly are refused.
+    """
+
+    name: ClassVar[str] = "generate"
+
+    def supports(self, fields: Mapping[str, msgspec.Raw]) -> bool:
+        """See `TokenIn.supports`: False with stop strings or log-probabilities of chosen ids."""
+        return _unsupported_field(fields) is None
+
+    async def complete(self, engine: Engine, request: TokenRequest) -> Response:
+        """See `TokenIn.complete`."""
+        unsupported = _unsupported_field(request.fields)
+        if unsupported is not None:
+            raise BadRequest(_UNSUPPORTED[unsupported], param=unsupported)
+        chat = dict(request.fields)
+        if request.images:
+            chat["messages"] = _RENDERED_MESSAGES  # derender reads them for each chunk: no images there
+        chat.setdefault("messages", _RENDERED_MESSAGES)
+        stream = read(request.fields, "stream", bool)
+        body = join({**chat, "messages": _RENDERED_MESSAGES})
+        call = Request("POST", RENDER_PATH, request.headers, body, repeatable=True)
+        response = await rename_errors(await engine.send(call), request.field)
+        if response.status >= 400:
+            return response
+        rendered = parse_response(await read_and_close(response), RENDER_PATH)
+        sampling = read_response_field(rendered, "sampling_params", Fields, RENDER_PATH) or {}
+        derender = Derender(engine, request, chat, sampling)
+        if stream and request.sampled:
+            request.check(await derender.begin(request.sampled))
+        body = join(_generate_fields(rendered, sampling, request))
+        call = Request("POST", GENERATE_PATH, request.headers, body, repeatable=True)
+        response = await rename_errors(await engine.send(call), request.field)
+        if response.status >= 400:
+            return response
+        if stream:
+            headers = [pair for pair in response.headers if pair[0] != b"content-length"]
+            return StreamResponse(200, headers, derender.stream(response), response)
+        return await derender.whole(await read_and_close(response), response.headers)
+
+
+def _generate_fields(rendered: Fields, sampling: Fields, request: TokenRequest) -> Fields:
+    """The generate request: the parameters that render resolved, and the exact prompt."""
+    resolved = {
+        "sampling_params": msgspec.Raw(join({"max_tokens": _DEFAULT_MAX_TOKENS, **sampling})),
+        "token_ids": msgspec.Raw(request.begun),
+        # render resolved it from the placeholder messages; null makes the engine decide by the exact prompt
+        "reasoning_ended": msgspec.Raw(NULL),
+    }
+    if raw_value(sampling, "logprobs") is not None and not read(
+        request.fields, "return_tokens_as_token_ids", bool
+    ):
+        resolved["output_mode"] = raw("text")  # log-probabilities then hold the text of their tokens
+    if request.images:
+        resolved["token_ids"] = msgspec.Raw(request.single_ids)
+        resolved["content_parts"] = raw([{"type": "image_url", "url": image.url} for image in request.images])
+        resolved["return_token_ids"] = msgspec.Raw(b"true")  # the prompt as the engine expanded it
+    return {**rendered, **resolved}
+
+
+def _unsupported_field(fields: Mapping[str, msgspec.Raw]) -> str | None:
+    """The first field of the request that cannot be served exactly; None if there is none."""
+    return next((name for name in _UNSUPPORTED if raw_value(fields, name) not in (None, b"[]", b'""')), None)
+
+
 async def rename_errors(response: Response, field: str) -> Response:
     """Return the response. An error about the ids names the client's field instead of the engine's."""
     if response.status < 400:
         return response
-    try:
-        body = await response.read()
-    finally:
-        await response.aclose()
-    return BytesResponse(
-        response.status, error_headers(response.headers), rename_param(body, response.status, field)
-    )
-
-
-def error_headers(headers: Headers) -> Headers:
-    """The headers that stay valid after the body was replaced by other JSON."""
-    return [
-        pair for pair in headers if pair[0] not in (b"content-length", b"content-encoding", b"content-type")
-    ] + [(b"content-type", b"application/json")]
+    renamed = rename_param(await read_and_close(response), response.status, field)
+    return BytesResponse(response.status, error_headers(response.headers), renamed)
 
 
 def rename_param(body: bytes, status: int, field: str) -> bytes:

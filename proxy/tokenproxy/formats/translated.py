@@ -15,7 +15,6 @@ from tokenproxy.record.echo import Signer, TurnTokens
 from tokenproxy.record.vocabulary import BROKEN_OFF
 from tokenproxy.turn import parsing, wire
 from tokenproxy.turn.answer import StreamedAnswer
-from tokenproxy.turn.usual_chunk import Piece, UsualChunk
 
 
 class Translation(StreamedAnswer):
@@ -59,20 +58,21 @@ class Translation(StreamedAnswer):
         self._read(parsed.completion, [choice])
         return self.message(choice)
 
-    def event(self, event: bytes, usual: UsualChunk | None, read: Piece | parsing.Parsed) -> bytes:
+    def event(self, event: bytes, usual: wire.UsualChunk | None, parsed: parsing.Parsed | None) -> bytes:
         """See `StreamedAnswer.event`. Raises EngineBroken."""
         if self._ended:
             return b""
-        if isinstance(read, Piece):
-            choices: Sequence[wire.Choice] = [wire.Choice(read.choice, delta={read.field: read.text})]
-        else:
-            chunk = read.completion
+        choices: Sequence[wire.Choice] = ()
+        if parsed is not None:
+            chunk = parsed.completion
             if chunk.error is not wire.ABSENT and not is_null(chunk.error):
-                problem = wire.problem_of(read.cut.rest)
+                problem = wire.problem_of(parsed.json)
                 status = problem.code if isinstance(problem.code, int) and 400 <= problem.code < 600 else 500
                 return self.error_event(status, problem.message, problem.name)
             choices = chunk.choices or ()
             self._read(chunk, choices)
+        elif usual is not None:
+            choices = [wire.Choice(usual.choice, delta={usual.field: usual.text})]
         events = self.begin()
         for choice in choices:
             if not choice.index:

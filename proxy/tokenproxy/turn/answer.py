@@ -5,23 +5,29 @@ engine. A client that requested them too gets the engine's own bytes; for other 
 and chunks that hold nothing else are not sent. `tokenproxy.formats.translated` writes other formats.
 """
 
+import logging
 import re
+import time
 from abc import ABC, abstractmethod
+from itertools import islice
 from typing import Any
 
 import msgspec
 
 from tokenproxy.base.errors import ApiError
 from tokenproxy.base.fields import NULL, is_null, raw, raw_value
-from tokenproxy.base.request import EngineRoute, Visible
+from tokenproxy.base.http import EVENT_HEADERS, JSON_HEADERS, BytesResponse, Response, StreamResponse
+from tokenproxy.base.request import ChatRequest, EngineRoute, GivenIds, Visible
 from tokenproxy.base.types import Fields
 from tokenproxy.engine.sse import data_event, event_data, replace_data
 from tokenproxy.record.completion import Completion
+from tokenproxy.record.turn import new_id
 from tokenproxy.turn import parsing
-from tokenproxy.turn.parsing import LOGPROBS_MARK, Cut
+from tokenproxy.turn.parsing import LOGPROBS_MARK, Parsed
 from tokenproxy.turn.required_prefix import with_ids
-from tokenproxy.turn.usual_chunk import Piece, UsualChunk
-from tokenproxy.turn.wire import REFUSALS
+from tokenproxy.turn.wire import REFUSALS, UsualChunk
+
+log = logging.getLogger("tokenproxy")
 
 DONE = b"[DONE]"
 """The data of the event that ends a stream; it is not a chunk."""
@@ -38,6 +44,8 @@ _OF_PROMPT = (_PROMPT, "mm_placeholders")
 """Fields of a response of generate that `return_token_ids` requests."""
 _TOKEN_ID, _TOKEN = re.compile(rb'"token_id":\s*(\d+)'), re.compile(rb'"token":\s*"token_id:(\d+)"')
 _BOTH = rb'"token":"token_id:\1","token_id":\1'
+_MOST_CHOICES = 4096
+"""Of a final answer: no engine has checked how many the request wants."""
 _REASONING = frozenset({"reasoning", "reasoning_content"})
 
 _decode_object = msgspec.json.Decoder(Fields).decode
@@ -55,7 +63,7 @@ class Answer(ABC):
     """Whether choices report weights that only the proxy asked for; set before anything is read."""
 
     @abstractmethod
-    def whole(self, parsed: parsing.Parsed, body: bytes, read: Completion) -> bytes:
+    def whole(self, parsed: Parsed, body: bytes, read: Completion) -> bytes:
         """The body for a whole completion.
 
         Args:
@@ -71,13 +79,13 @@ class StreamedAnswer(Answer):
     """Writes one response, from one completion or from chunks and then their end."""
 
     @abstractmethod
-    def event(self, event: bytes, usual: UsualChunk | None, read: Piece | parsing.Parsed) -> bytes | None:
+    def event(self, event: bytes, usual: UsualChunk | None, parsed: Parsed | None) -> bytes | None:
         """The events for the next event of the engine; None or empty if there are none.
 
         Args:
             event: one with data.
             usual: its chunk, if that has the usual shape.
-            read: what was read of it.
+            parsed: its chunk, if that had to be parsed.
         """
 
     @abstractmethod
@@ -98,12 +106,12 @@ class Redactor(StreamedAnswer):
         self._route = route
         self._names_tokens = route is EngineRoute.GENERATE and visible.logprobs
 
-    def whole(self, parsed: parsing.Parsed, body: bytes, read: Completion) -> bytes:
+    def whole(self, parsed: Parsed, body: bytes, read: Completion) -> bytes:
         """See `Answer.whole`."""
         visible = self._visible
         if visible.everything and not visible.on_messages and not self._holds_hidden_weights(body):
             return self._with_both_names(body)
-        fields = _decoded(parsed.cut)
+        fields = _decoded(parsed)
         choices = _choices(fields)
         if self._route is EngineRoute.GENERATE and not visible.ids:
             fields |= {name: _NULL for name in _OF_PROMPT if name in fields}
@@ -112,20 +120,20 @@ class Redactor(StreamedAnswer):
                 message = _object(raw_value(choice, "message") or NULL) if isinstance(choice, dict) else None
                 if isinstance(message, dict):
                     choice["message"] = raw(with_ids(message, read.prompt_ids, sampled))
-        return self._redacted(fields, choices, parsed.cut)
+        return self._redacted(fields, choices, parsed)
 
-    def event(self, event: bytes, usual: UsualChunk | None, read: Piece | parsing.Parsed) -> bytes | None:
+    def event(self, event: bytes, usual: UsualChunk | None, parsed: Parsed | None) -> bytes | None:
         """See `StreamedAnswer.event`. Raises EngineBroken if its data is not a JSON object."""
         if self._shows_all and not self._holds_hidden_weights(event):
             return self._with_both_names(event)
         if usual is not None and (redacted := usual.redacted(self._visible)) is not None:
             return redacted
-        shown = self.chunk(read.cut if isinstance(read, parsing.Parsed) else Cut(event_data(event) or b""))
+        shown = self.chunk(parsed or parsing.parse(event_data(event) or b""))
         return None if shown is None else replace_data(event, shown)
 
-    def chunk(self, cut: Cut) -> bytes | None:
+    def chunk(self, parsed: Parsed) -> bytes | None:
         """A chunk of any shape with the fields that the client requested; None if it holds none of them."""
-        fields = _decoded(cut)
+        fields = _decoded(parsed)
         choices = _choices(fields)
         if raw_value(fields, "error") is None and choices is not None and not self._shows(choices):
             return None
@@ -136,7 +144,7 @@ class Redactor(StreamedAnswer):
             if not self._visible.ids:
                 for name in _OF_PROMPT:
                     fields.pop(name, None)
-        return self._redacted(fields, choices, cut)
+        return self._redacted(fields, choices, parsed)
 
     def end(self) -> bytes:
         """See `StreamedAnswer.end`."""
@@ -154,7 +162,7 @@ class Redactor(StreamedAnswer):
         evidence = self._visible.ids or self._visible.logprobs
         return evidence or any(_holds_more(choice, self._visible.reasoning) for choice in choices)
 
-    def _redacted(self, fields: Fields, choices: list[Any] | None, cut: Cut) -> bytes:
+    def _redacted(self, fields: Fields, choices: list[Any] | None, parsed: Parsed) -> bytes:
         """A completion or chunk as JSON with the fields that the client requested.
 
         Args:
@@ -163,8 +171,8 @@ class Redactor(StreamedAnswer):
         ids, logprobs = self._visible.ids, self._visible.logprobs
         if _PROMPT in fields and not ids:
             fields[_PROMPT] = _NULL
-        elif cut.prompt is not None:
-            fields[_PROMPT] = msgspec.Raw(cut.prompt)
+        elif parsed.prompt is not None:
+            fields[_PROMPT] = msgspec.Raw(parsed.prompt)
         if not choices:
             return self._with_both_names(msgspec.json.encode(fields))
         for choice in choices:
@@ -172,13 +180,13 @@ class Redactor(StreamedAnswer):
                 continue
             if not ids:
                 choice |= {name: _NULL for name in _IDS_IN_CHOICE[self._route] if name in choice}
-            elif cut.ids is not None:
-                choice["token_ids"] = msgspec.Raw(cut.ids)
+            elif parsed.ids is not None:
+                choice["token_ids"] = msgspec.Raw(parsed.ids)
             if not logprobs and "logprobs" in choice:
                 choice["logprobs"] = _NULL
-            elif cut.logprobs is not None:
+            elif parsed.logprobs is not None:
                 marked = bytes(choice["logprobs"])
-                choice["logprobs"] = msgspec.Raw(marked.replace(LOGPROBS_MARK, cut.logprobs, 1))
+                choice["logprobs"] = msgspec.Raw(marked.replace(LOGPROBS_MARK, parsed.logprobs, 1))
             if self.hides_weights and _WEIGHTS in choice:
                 choice[_WEIGHTS] = _NULL
             if not self._visible.reasoning:
@@ -219,12 +227,85 @@ def _hide_reasoning(choice: dict[str, Any]) -> None:
         choice[name] = hidden
 
 
+# --- the answer to a request whose session has reached a limit: a final message that no engine sampled
+
+
+async def limit_answer(request: ChatRequest, answer: Answer) -> Response:
+    """Answer a request without an engine, so that a program accepts the answer and ends.
+
+    It is written in the engine's format, and the request's own format is made of it as of an engine's answer.
+    It is not recorded, and not kept for a retry.
+
+    Args:
+        answer: what writes the response.
+
+    Raises:
+        ApiError: the response is to be stored, and the store does not respond.
+    """
+    assert request.session is not None  # it has a limit
+    name, limit = request.session.name, request.session_limit
+    log.info("session %s has reached its limit `%s`: a request was answered without an engine", name, limit)
+    told = [(b"x-session-limit", limit.encode()), (b"x-session-id", name.encode())]
+    if not request.stream or not isinstance(answer, StreamedAnswer):
+        body = msgspec.json.encode(_final(request, "message"))
+        shown = answer.whole(parsing.parse(body, tokens=answer.reads_tokens), body, Completion())
+        await answer.settle()
+        return BytesResponse(200, [*JSON_HEADERS, *told], shown)
+    chunk, shown = _final(request, "delta"), b""
+    for part in (chunk, {**chunk, "choices": []}):
+        data = msgspec.json.encode(part)
+        shown += answer.event(data_event(data), None, parsing.parse(data, tokens=answer.reads_tokens)) or b""
+    shown += answer.end()
+    await answer.settle()
+    stream = BytesResponse(200, [], shown)  # its beginning may be sent already, unlike that of a replay
+    return StreamResponse(200, [*EVENT_HEADERS, *told], stream.chunks(), stream)
+
+
+def _final(request: ChatRequest, message: str) -> dict[str, Any]:
+    """A completion of no sampled ids, or the only chunk of one.
+
+    Args:
+        message: the name of the field with the message of a choice.
+    """
+    name, prompts = new_id(), request.prompts or (request.given,)
+    chat = "chat.completion.chunk" if request.stream else "chat.completion"
+    each = (_final_choice(request, message, prompt) for prompt in prompts for _ in range(request.choices))
+    choices = enumerate(islice(each, _MOST_CHOICES))
+    return {
+        "id": name,
+        "request_id": name,
+        "object": chat if request.engine_route is EngineRoute.CHAT else "text_completion",
+        "created": int(time.time()),
+        "model": request.model or "",
+        "prompt_token_ids": _ids(prompts[0]),
+        "choices": [{"index": index, **choice} for index, choice in choices],
+        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
+    }
+
+
+def _final_choice(request: ChatRequest, message: str, prompt: GivenIds | None) -> dict[str, Any]:
+    choice: dict[str, Any] = {"finish_reason": "stop", "stop_reason": None, "token_ids": []}
+    if request.engine_route is EngineRoute.COMPLETIONS:
+        logprobs: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        return {**choice, "text": "", "logprobs": logprobs, "prompt_token_ids": _ids(prompt)}
+    choice["logprobs"] = {"content": []}
+    if request.engine_route is EngineRoute.CHAT:
+        text = f"The session has reached its limit ({request.session_limit}): this answer ends it."
+        choice[message] = {"role": "assistant", "content": text}
+    return choice
+
+
+def _ids(given: GivenIds | None) -> msgspec.Raw:
+    """The ids of a prompt as the client sent them; none for a text or messages."""
+    return msgspec.Raw(given.raw if given else b"[]")
+
+
 # --- parsing
 
 
-def _decoded(cut: Cut) -> Fields:
+def _decoded(parsed: Parsed) -> Fields:
     """The fields of a completion or chunk. Raises EngineBroken."""
-    fields = _object(cut.rest)
+    fields = _object(parsed.json)
     if not isinstance(fields, dict):
         raise parsing.no_completion()
     return fields

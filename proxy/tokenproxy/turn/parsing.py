@@ -7,7 +7,7 @@ array is valid by itself and the parsed rest holds the mark exactly where the ar
 body is parsed.
 
 A body that does not fit the structs, or that msgspec refuses, is read field by field: evidence of an unknown
-shape is named in `Choice.unreadable`, and other fields of an unknown shape are left out.
+shape is named in `OddChoice.odd`, and other fields of an unknown shape are left out.
 """
 
 import json
@@ -55,24 +55,18 @@ _MOST_DIGITS = 4300
 Span = tuple[int, int]
 
 
-class Cut(msgspec.Struct, frozen=True, gc=False):
-    """A completion and the arrays that were cut out of it; None for those that were not."""
+class Parsed(msgspec.Struct, frozen=True, gc=False):
+    """A completion or a chunk, its JSON, and the arrays that were cut out of that; None for the others."""
 
-    rest: bytes
-    """The completion with a mark in place of each array."""
+    completion: Completion
+    json: bytes
+    """With a mark in place of each array that was cut out."""
     prompt: bytes | None = None
     """`prompt_token_ids`."""
     ids: bytes | None = None
     """`choices[0].token_ids`."""
     logprobs: bytes | None = None
     """`choices[0].logprobs.content`."""
-
-
-class Parsed(msgspec.Struct, frozen=True, gc=False):
-    """A completion or a chunk, and its JSON."""
-
-    completion: Completion
-    cut: Cut
 
 
 class _SampledLogprob(Logprob, gc=False):
@@ -98,36 +92,50 @@ def parse(body: bytes, *, tokens: bool = False, whole: bool = False, one_prompt:
         EngineBroken: it is not a JSON object, or is nested too deeply.
     """
     size = len(body) if one_prompt else 0
-    if whole and not tokens and size >= CUT_FROM_BYTES and (parsed := _parse_cut(_cut_arrays(body))):
-        return parsed
-    if size >= _PROMPT_FROM_BYTES and (parsed := _parse_cut(_cut_prompt(body), tokens=tokens)):
-        return parsed
+    if size >= _PROMPT_FROM_BYTES:
+        long = whole and not tokens and size >= CUT_FROM_BYTES
+        for arrays in (True, False) if long else (False,):
+            if (parsed := _parse_cut(body, tokens=tokens, arrays=arrays)) is not None:
+                return parsed
     try:
-        return Parsed(_decoded(body, tokens=tokens), Cut(body))
+        return Parsed(_decoded(body, tokens=tokens), body)
     except REFUSALS:
         pass
     fields = parse_leniently(body)
     if not isinstance(fields, dict):
         raise no_completion()
-    return Parsed(_read(fields), Cut(body))
+    return Parsed(_read(fields), body)
 
 
 def _decoded(body: bytes, *, tokens: bool) -> Completion:
     return _decode_with_tokens(body) if tokens or ALTERNATIVES in body else _decode(body)
 
 
-def _parse_cut(cut: Cut | None, *, tokens: bool = False) -> Parsed | None:
-    """A completion whose arrays were cut out; None if they do not belong where they were."""
-    if cut is None:
+def _parse_cut(body: bytes, *, tokens: bool, arrays: bool) -> Parsed | None:
+    """Parse a completion without its arrays, which are cut out where vLLM writes them.
+
+    Args:
+        arrays: whether to cut out log-probabilities, sampled ids and prompt; else the prompt alone.
+
+    Returns None if the sampled ids, or else the prompt, are not there, or an array belongs elsewhere.
+    """
+    logprobs = token_ids = None
+    if arrays:
+        logprobs = _logprobs_span(body)
+        token_ids = _ids_span(body, _IDS, logprobs[1] if logprobs else 0)
+    prompt = _ids_span(body, _PROMPT, token_ids[1] if token_ids else 0)
+    if (token_ids if arrays else prompt) is None:
         return None
+    rest = _without(body, (logprobs, LOGPROBS_MARK), (token_ids, MARK), (prompt, MARK))
+    slices = [None if span is None else body[slice(*span)] for span in (prompt, token_ids, logprobs)]
     try:
-        completion = _decoded(cut.rest, tokens=tokens)
-        return Parsed(completion, cut) if _put_back(cut, completion) else None
+        parsed = Parsed(_decoded(rest, tokens=tokens), rest, *slices)
+        return parsed if _put_back(parsed) else None
     except (*REFUSALS, ValueError, InvalidIds):
         return None
 
 
-def _put_back(cut: Cut, completion: Completion) -> bool:
+def _put_back(cut: Parsed) -> bool:
     """Put converted arrays in place of their marks. Returns False if a mark has another place.
 
     Raises:
@@ -135,6 +143,7 @@ def _put_back(cut: Cut, completion: Completion) -> bool:
         InvalidIds: no turn can hold these ids.
         msgspec.MsgspecError: the log-probabilities are none, or have alternatives.
     """
+    completion = cut.completion
     if cut.prompt is not None:
         if completion.prompt_token_ids != msgspec.Raw(MARK):
             return False
@@ -150,25 +159,6 @@ def _put_back(cut: Cut, completion: Completion) -> bool:
         entries = _decode_logprobs(cut.logprobs)
         choice.logprobs = Logprobs(token_logprobs=array("f", [entry.logprob for entry in entries]))
     return True
-
-
-def _cut_prompt(body: bytes) -> Cut | None:
-    """Cut the echoed prompt out; None if there is none."""
-    span = _ids_span(body, _PROMPT, 0)
-    if span is None:
-        return None
-    return Cut(_without(body, (span, MARK)), body[slice(*span)])
-
-
-def _cut_arrays(body: bytes) -> Cut | None:
-    """Cut the arrays out where vLLM writes them: log-probabilities, sampled ids, prompt; None without ids."""
-    logprobs = _logprobs_span(body)
-    token_ids = _ids_span(body, _IDS, logprobs[1] if logprobs else 0)
-    if token_ids is None:
-        return None
-    prompt = _ids_span(body, _PROMPT, token_ids[1])
-    rest = _without(body, (logprobs, LOGPROBS_MARK), (token_ids, MARK), (prompt, MARK))
-    return Cut(rest, _slice(body, prompt), _slice(body, token_ids), _slice(body, logprobs))
 
 
 def _without(body: bytes, *marks: tuple[Span | None, bytes]) -> bytes:
@@ -193,10 +183,6 @@ def _logprobs_span(body: bytes) -> Span | None:
     start = body.find(_LOGPROBS) + len(_LOGPROBS) - 1
     stop = body.rfind(_LAST_LOGPROB) + len(_LAST_LOGPROB)
     return (start, stop) if len(_LOGPROBS) <= start < stop else None
-
-
-def _slice(body: bytes, span: Span | None) -> bytes | None:
-    return None if span is None else body[slice(*span)]
 
 
 # --- what msgspec refuses

@@ -6,7 +6,7 @@ Law: evidence can never fail the response. Ids and log-probabilities of an unkno
     levels deep.
 """
 
-from collections.abc import Iterable
+from collections.abc import MutableSequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +18,13 @@ from tokenproxy.record.vocabulary import ABORTED
 from tokenproxy.turn import wire
 from tokenproxy.turn.parsing import Parsed
 from tokenproxy.turn.rest import Rest
-from tokenproxy.turn.usual_chunk import Piece
 
 _PACKED_FROM_BYTES = 2048
 """Bytes of an echoed prompt from which numpy packs it faster than ids are made of it one by one."""
 _TEXTS = frozenset({"content", "reasoning", "reasoning_content", "refusal"})
 """Fields of a message whose text a stream sends in pieces."""
+_SAMPLED = ("content", "reasoning", "reasoning_content", "tool_calls")
+"""Fields of a message that show that something was sampled."""
 
 
 def read_completion(parsed: Parsed, sent: bytes = b"", batch: Batch | None = None) -> Completion:
@@ -32,58 +33,15 @@ def read_completion(parsed: Parsed, sent: bytes = b"", batch: Batch | None = Non
     Args:
         sent, batch: see `CompletionReader`.
     """
-    whole, choices = parsed.completion, parsed.completion.choices or ()
-    usage = whole.usage or wire.Usage()
-    echoes = [_Echo(prompt) for prompt in (batch.prompts if batch else (sent,))]
-    completion = Completion(completion_tokens=usage.completion_tokens)
-    if whole.error is not wire.ABSENT and not is_null(whole.error):
-        return completion
-    if batch is None:
-        echoes[0].read(bytes(whole.prompt_token_ids))
-        completion.cached_tokens = usage.cached_tokens
-        completion.prompt_ids, completion.packed_prompt = echoes[0].ids, echoes[0].packed
-    else:
-        for choice in choices:
-            echoes[batch.prompt_of(choice.index or 0)].read(bytes(choice.prompt_token_ids))
-    sampled: dict[int, SampledChoice] = {}
-    for choice in choices:
-        index = choice.index or 0
-        echo = echoes[batch.prompt_of(index) if batch else 0]
-        if index not in sampled:
-            sampled[index] = _sampled(choice, echo)
-            sampled[index].prompt_ids = echo.ids if batch else None
-    completion.choices = list(sampled.values())
-    if len(choices) == 1:
-        (only,) = completion.choices
-        only.counted, only.raw_ids = usage.completion_tokens, parsed.cut.ids or b""
-        return completion
-    for choice in choices:  # one choice needs no index
-        first = sampled[choice.index or 0]
-        if choice.index is None or len(sampled) < len(choices):
-            first.unreadable = first.unreadable or "index"
+    whole = parsed.completion
+    reader = CompletionReader(len(whole.choices or ()), sent, batch)
+    reader.read(whole)
+    completion = reader.rest()
+    if whole.usage is not None:
+        completion.completion_tokens = whole.usage.completion_tokens
+    if parsed.ids is not None and completion.choices:
+        completion.choices[0].raw_ids = parsed.ids
     return completion
-
-
-def _sampled(choice: wire.Choice, echo: "_Echo") -> SampledChoice:
-    """A choice of a whole completion."""
-    message, ids, logprobs = choice.message, choice.token_ids, choice.logprobs
-    if message is None:
-        texts = {name: text for name, text in choice.said.items() if name in _TEXTS and isinstance(text, str)}
-        message = {"role": "assistant", "content": None, **texts}
-    if not ids and _holds_text(message):
-        ids = None  # text without ids: what was sampled is unknown
-    sampled = SampledChoice(choice.index or 0, message, ids)
-    sampled.finish_reason = choice.finish_reason or ABORTED
-    sampled.stop_reason = choice.stop_reason
-    sampled.routed_experts = choice.routed_experts or None
-    sampled.sampling_mask = choice.sampling_mask
-    sampled.weight_versions = _weight_spans(choice)
-    sampled.unreadable = next(iter((*echo.unreadable, *choice.unreadable)), "")
-    values = None if logprobs is None else logprobs.values
-    if values is not None and isinstance(logprobs, wire.TokenLogprobs):
-        sampled.alternatives = logprobs.alternatives
-    sampled.logprobs = None if "logprobs" in choice.unreadable else values
-    return sampled
 
 
 @dataclass(slots=True)
@@ -95,7 +53,8 @@ class _Echo:
     """The JSON array of ids as the engine wrote it; None if there is none, or it cannot be parsed."""
     packed: bytes | None = None
     """The ids packed, if they had to be parsed."""
-    unreadable: tuple[str, ...] = ()
+    unreadable: str = ""
+    """The name of the field, if it cannot be parsed."""
 
     def read(self, echo: bytes) -> None:
         """Add an echo. Null counts as none; of several choices with one prompt, the first holds it."""
@@ -108,43 +67,49 @@ class _Echo:
                 self.packed = ids.pack(echo)
             self.ids = echo
         except (*wire.REFUSALS, InvalidIds):
-            self.unreadable = ("prompt_token_ids",)
+            self.unreadable = "prompt_token_ids"
 
 
-@dataclass
 class CompletionReader:
-    """Collects what was sampled from the chunks of a stream.
+    """Collects what was sampled from the chunks of a stream; a whole completion is one chunk.
 
     Each chunk must hold usage: it shows whether all ids came.
     """
 
-    expected: int = 1
-    """How many choices there will be."""
-    sent: bytes = b""
-    """The prompt that was sent to the engine, as a JSON array; an equal echo is not parsed."""
-    batch: Batch | None = None
-    """The prompts of a request of the completions route, where each choice echoes its prompt."""
-    failed: bool = field(init=False, default=False)
-    """Whether the engine sent an error in place of a chunk."""
-    _echoes: list[_Echo] = field(init=False)
-    """Of each prompt."""
-    _choices: dict[int, "_StreamedChoice"] = field(init=False, default_factory=dict)
-    _ended: int = field(init=False, default=0)
-    _cached_tokens: int | None = field(init=False, default=None)
-    usage_read: bool = field(init=False, default=False)
-    """Whether the chunk after the last choice was read, which has no choices."""
-    _new: list["_StreamedChoice"] = field(init=False, default_factory=list)
-    """Choices that ended and were not returned yet."""
+    def __init__(self, expected: int = 1, sent: bytes = b"", batch: Batch | None = None) -> None:
+        """Nothing is read yet.
 
-    def __post_init__(self) -> None:
-        self._echoes = [_Echo(prompt) for prompt in (self.batch.prompts if self.batch else (self.sent,))]
+        Args:
+            expected: how many choices there will be.
+            sent: the prompt that was sent to the engine, as a JSON array; an equal echo is not parsed.
+            batch: the prompts of a request of the completions route, where each choice echoes its prompt.
+        """
+        self.batch = batch
+        self.failed = False
+        """Whether the engine sent an error in place of a chunk."""
+        self.usage_read = False
+        """Whether the chunk after the last choice was read, which has no choices."""
+        self.ended: list[_Sampled] = []
+        """Choices that ended, and that `rest` has not returned yet."""
+        self._expected = expected
+        self._ended = 0
+        self._choices: dict[int, _Sampled] = {}
+        self._cached_tokens: int | None = None
+        self._echoes = [_Echo(sent)] if batch is None else [_Echo(prompt) for prompt in batch.prompts]
 
-    def add(self, piece: Piece) -> bool:
-        """Add a chunk of the usual shape. Returns False if it must be read."""
-        streamed = self._choices.get(piece.choice)
-        if streamed is None or streamed.closed:
+    def add(self, usual: wire.UsualChunk) -> bool:
+        """Add a chunk of the usual shape. Returns False if it must be parsed and read."""
+        streamed = self._choices.get(usual.choice)
+        if streamed is None or streamed.closed or not usual.field:
             return False
-        streamed.add_piece(piece)
+        if streamed.ids is None:
+            streamed.ids = []
+        if streamed.logprobs is None:
+            streamed.logprobs = []
+        streamed.texts.setdefault(usual.field, []).append(usual.text)
+        streamed.ids.append(usual.token_id)
+        streamed.logprobs.append(usual.logprob)
+        streamed.usage = usual.usage
         return True
 
     def read(self, chunk: wire.Completion) -> None:
@@ -157,26 +122,26 @@ class CompletionReader:
             self._echoes[0].read(bytes(chunk.prompt_token_ids))
         if usage is not None and self.batch is None and usage.cached_tokens is not None:
             self._cached_tokens = usage.cached_tokens
-        self.usage_read |= self.complete and not choices
+        self.usage_read |= not choices and self.complete
         alone = len(choices) == 1
         sure = alone or len({choice.index or 0 for choice in choices}) == len(choices)
         for choice in choices:
             index = choice.index or 0
             streamed = self._choices.get(index)
             if streamed is None:
-                streamed = self._choices[index] = _StreamedChoice(SampledChoice(index))
+                streamed = self._choices[index] = _Sampled(SampledChoice(index))
             if streamed.closed:
                 continue
             streamed.add(choice)
             if self.batch is not None and choice.prompt_token_ids is not wire.ABSENT:
                 self._echo_of(index).read(bytes(choice.prompt_token_ids))
-            if not sure or (choice.index is None and self.expected > 1):
-                streamed.mark(("index",))
+            if not sure or (choice.index is None and self._expected > 1):
+                streamed.mark("index")
             if alone and usage is not None and usage.completion_tokens is not None:
                 streamed.sampled.counted, streamed.usage = usage.completion_tokens, None
             if choice.finish_reason:
                 streamed.closed = True
-                self._new.append(streamed)
+                self.ended.append(streamed)
                 self._ended += 1
 
     def progress(self) -> dict[int, int] | None:
@@ -188,8 +153,8 @@ class CompletionReader:
     def rests(self) -> list[Rest]:
         """What is left of the choices that have not ended; without a prompt where their ids are unknown."""
         found: list[Rest] = []
-        for index in range(self.expected):
-            choice = self._choices.get(index) or _StreamedChoice(SampledChoice(index))
+        for index in range(self._expected):
+            choice = self._choices.get(index) or _Sampled(SampledChoice(index))
             if not choice.closed:
                 prompt = b"" if choice.without_ids else self._echo_of(index).ids or b""
                 found.append(Rest(index, prompt, list(choice.ids or ()), choice.message))
@@ -208,7 +173,7 @@ class CompletionReader:
     @property
     def complete(self) -> bool:
         """Whether all choices have ended."""
-        return self._ended >= self.expected
+        return self._ended >= self._expected
 
     @property
     def awaits_usage(self) -> bool:
@@ -216,32 +181,24 @@ class CompletionReader:
         told = self.usage_read or self._cached_tokens is not None
         return self.complete and self.batch is None and not (told or self.failed)
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether a choice has ended since the last call of `ended`."""
-        return bool(self._new)
+    def rest(self, *, ended: bool = False) -> Completion:
+        """The choices that were not returned yet; those without a finish reason were broken off.
 
-    def ended(self) -> Completion:
-        """The choices that ended since the last call."""
-        new, self._new = self._new, []
-        return self._completion(new)
-
-    def rest(self) -> Completion:
-        """The choices that were not returned yet; those without a finish reason were broken off."""
-        new, self._new = self._new, []
-        return self._completion(each for each in self._choices.values() if each in new or not each.closed)
-
-    def _completion(self, choices: Iterable["_StreamedChoice"]) -> Completion:
-        results = []
-        for choice in choices:
-            echo = self._echo_of(choice.sampled.index)
-            results.append(choice.result(echo))
-            if self.batch is not None:
-                results[-1].prompt_ids = echo.ids
-        if self.batch is not None:
-            return Completion(None, results)
-        (echo,) = self._echoes
-        return Completion(echo.ids, results, cached_tokens=self._cached_tokens, packed_prompt=echo.packed)
+        Args:
+            ended: whether to return only those with one.
+        """
+        new, self.ended = self.ended, []
+        completion = Completion(cached_tokens=None if self.batch else self._cached_tokens)
+        if self.batch is None:
+            (echo,) = self._echoes
+            completion.prompt_ids, completion.packed_prompt = echo.ids, echo.packed
+        for streamed in self._choices.values():
+            if streamed in new or not (ended or streamed.closed):
+                echo = self._echo_of(streamed.sampled.index)
+                choice = streamed.result(echo)
+                choice.prompt_ids = echo.ids if self.batch else None
+                completion.choices.append(choice)
+        return completion
 
     def _echo_of(self, choice: int) -> _Echo:
         """The echo of the prompt of a choice, given its index."""
@@ -249,44 +206,48 @@ class CompletionReader:
 
 
 @dataclass(eq=False, slots=True)
-class _StreamedChoice:
-    """A choice that comes in pieces."""
+class _Sampled:
+    """A choice, as far as its pieces arrived."""
 
     sampled: SampledChoice
     closed: bool = False
     """Whether it takes no more pieces, because it ended or was returned."""
     usage: bytes | None = None
     """The tokens so far, from a later chunk than `sampled.counted`."""
-    ids: list[int] | None = None
-    logprobs: list[float] | None = None
+    ids: MutableSequence[int] | None = None
+    logprobs: MutableSequence[float] | None = None
+    without_ids: bool = False
+    """Whether some of its text arrived without ids."""
+    texts: dict[str, list[str]] = field(default_factory=dict)
+    _whole: dict[str, Any] | None = None
+    """Its message, if that came in one piece."""
     _unreadable: tuple[str, ...] = ()
-    _without_ids: bool = False
-    _texts: dict[str, list[str]] = field(default_factory=dict)
     _calls: dict[int, dict[str, Any]] = field(default_factory=dict)
-
-    @property
-    def without_ids(self) -> bool:
-        """Whether some of its text arrived without ids."""
-        return self._without_ids or "token_ids" in self._unreadable
 
     def add(self, choice: wire.Choice) -> None:
         """Append a piece, as the OpenAI SDKs do."""
-        delta = choice.said
-        for name, value in delta.items():
-            if name in _TEXTS and isinstance(value, str):
-                self._texts.setdefault(name, []).append(value)
-        for call in wire.calls_of(delta):
-            self._add_call(call)
-        if choice.token_ids is None and any(value for name, value in delta.items() if name != "role"):
-            self._without_ids = True
-        self.mark(choice.unreadable)
-        sampled = self.sampled
-        if choice.token_ids is not None:
-            self.ids = self.ids or []
+        delta, sampled = choice.said, self.sampled
+        if choice.message is not None:
+            self._whole = choice.message
+        else:
+            for name, value in delta.items():
+                if name in _TEXTS and isinstance(value, str):
+                    self.texts.setdefault(name, []).append(value)
+            for call in wire.calls_of(delta):
+                self._add_call(call)
+        if isinstance(choice, wire.OddChoice):
+            self.mark(*choice.odd)
+        if choice.token_ids is None:
+            self.without_ids |= any(value for name, value in delta.items() if name != "role")
+        elif self.ids is None:
+            self.ids = choice.token_ids  # not copied: those of a whole completion are many
+        else:
             self.ids += choice.token_ids
         if choice.logprobs is not None and (logprobs := choice.logprobs.values) is not None:
-            self.logprobs = self.logprobs or []
-            self.logprobs += logprobs
+            if self.logprobs is None:
+                self.logprobs = logprobs
+            else:
+                self.logprobs += logprobs
             if isinstance(choice.logprobs, wire.TokenLogprobs):
                 sampled.alternatives += choice.logprobs.alternatives
         sampled.finish_reason = choice.finish_reason or sampled.finish_reason
@@ -296,23 +257,14 @@ class _StreamedChoice:
         if choice.sampling_mask is not None:
             sampled.sampling_mask = sampled.sampling_mask or []
             sampled.sampling_mask += choice.sampling_mask
-        sampled.weight_versions += _weight_spans(choice)
+        if choice.weight_versions:
+            spans = [WeightSpan(str(span.version), span.start, span.end) for span in choice.weight_versions]
+            sampled.weight_versions += tuple(spans)
 
-    def add_piece(self, piece: Piece) -> None:
-        """Append one sampled id."""
-        if self.ids is None:
-            self.ids = []
-        if self.logprobs is None:
-            self.logprobs = []
-        self._texts.setdefault(piece.field, []).append(piece.text)
-        self.ids.append(piece.token_id)
-        self.logprobs.append(piece.logprob)
-        self.usage = piece.usage
-
-    def mark(self, unreadable: tuple[str, ...]) -> None:
+    def mark(self, *unreadable: str) -> None:
         """Name fields of the evidence that could not be read."""
-        if unreadable:
-            self._unreadable = tuple(dict.fromkeys((*self._unreadable, *unreadable)))
+        self._unreadable = tuple(dict.fromkeys((*self._unreadable, *unreadable)))
+        self.without_ids |= "token_ids" in unreadable
 
     def result(self, echo: _Echo) -> SampledChoice:
         """The choice as far as it arrived. Its ids are None if some of its text arrived without ids."""
@@ -322,8 +274,8 @@ class _StreamedChoice:
         if self.usage is not None and (counted := wire.completion_tokens(self.usage)) is not None:
             sampled.counted = counted
         sampled.finish_reason = sampled.finish_reason or ABORTED
-        sampled.unreadable = next(iter((*echo.unreadable, *self._unreadable)), "")
-        if not (self.without_ids or (not self.ids and _holds_text(sampled.message))):
+        sampled.unreadable = echo.unreadable or next(iter(self._unreadable), "")
+        if not (self.without_ids or (not self.ids and any(map(sampled.message.get, _SAMPLED)))):
             sampled.ids = self.ids  # else text came without ids: what was sampled is unknown
         if "logprobs" not in self._unreadable:
             sampled.logprobs = self.logprobs
@@ -342,18 +294,10 @@ class _StreamedChoice:
     @property
     def message(self) -> dict[str, Any]:
         """The message so far."""
+        if self._whole is not None:
+            return self._whole
         message: dict[str, Any] = {"role": "assistant", "content": None}
-        message |= {name: "".join(texts) for name, texts in self._texts.items()}
+        message |= {name: "".join(texts) for name, texts in self.texts.items()}
         if self._calls:
             message["tool_calls"] = [call for _, call in sorted(self._calls.items())]
         return message
-
-
-def _weight_spans(choice: wire.Choice) -> tuple[WeightSpan, ...]:
-    spans = choice.weight_versions or ()
-    return tuple([WeightSpan(str(span.version), span.start, span.end) for span in spans])
-
-
-def _holds_text(message: dict[str, Any]) -> bool:
-    """Whether the message shows that something was sampled."""
-    return any(message.get(name) for name in ("content", "reasoning", "reasoning_content", "tool_calls"))

@@ -16,12 +16,11 @@ from chat_tokenizer import ids
 from tokenproxy.base.errors import CannotGoOn, EngineBroken
 from tokenproxy.base.fields import NULL, is_null, join, raw, raw_value, read
 from tokenproxy.base.http import Request, Response
-from tokenproxy.base.request import ChatRequest, EngineRoute
+from tokenproxy.base.request import ChatRequest
 from tokenproxy.base.types import Fields, Headers
 from tokenproxy.engine.derender import parse_response, read_response_field
 from tokenproxy.engine.protocol import Engine, fetch
 from tokenproxy.engine.sse import data_event, events
-from tokenproxy.record.plan import PromptPlan
 from tokenproxy.turn import wire
 
 _DONE = b"[DONE]"
@@ -29,8 +28,8 @@ _NULL = msgspec.Raw(NULL)
 _LIMITS = ("max_completion_tokens", "max_tokens")
 """The first that is set counts, as in vLLM."""
 _ROUTE = "the engine that goes on"
-_GRAMMARS = ("response_format", "structured_outputs")
-_WHOLE_ONLY = ("stop", "echo", "logprob_token_ids", "prompt_logprobs", "kv_transfer_params")
+_GRAMMARS = frozenset({"response_format", "structured_outputs"})
+_WHOLE_ONLY = frozenset({"stop", "echo", "logprob_token_ids", "prompt_logprobs", "kv_transfer_params"})
 """Fields with which nothing is resumed: a stop string may lie across the break, and the others belong to one
 request of the engine."""
 _BEGIN_ANEW = ("presence_penalty", "frequency_penalty", "seed", "thinking_token_budget", "bad_words")
@@ -74,24 +73,17 @@ class Rest(msgspec.Struct, frozen=True):
             raise CannotGoOn("the engine that goes on did not use the ids that it was given")
 
 
-def can_resume(request: ChatRequest, plan: PromptPlan) -> bool:
-    """Whether a turn can be resumed at all, wherever its engine breaks off."""
-    fields, conversation = request.fields, plan.conversation
-    return not (
-        request.engine_route is not EngineRoute.CHAT
-        or conversation is None
-        or conversation.media
-        or request.prompt_media
-        or plan.images
-        or constrained(fields)
-        or any(raw_value(fields, name) not in _NOT_SET for name in _WHOLE_ONLY)
-    )
+def is_whole_only(fields: Mapping[str, msgspec.Raw]) -> bool:
+    """Whether a request has fields with which nothing is resumed."""
+    given = _WHOLE_ONLY & fields.keys()
+    return constrained(fields) or any(raw_value(fields, name) not in _NOT_SET for name in given)
 
 
 def constrained(fields: Mapping[str, msgspec.Raw]) -> bool:
     """Whether a grammar constrains the completion; vLLM then reads `include_reasoning` to apply it."""
     free = (None, b'"none"', b'"auto"')
-    return any(raw_value(fields, name) for name in _GRAMMARS) or raw_value(fields, "tool_choice") not in free
+    grammar = any(raw_value(fields, name) for name in _GRAMMARS & fields.keys())
+    return grammar or raw_value(fields, "tool_choice") not in free
 
 
 def begun_anew(fields: Mapping[str, msgspec.Raw]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from time import monotonic
 from chat_tokenizer import ids
 from tokenproxy.base.errors import ApiError, CannotGoOn, EngineBroken, EngineUnavailable
 from tokenproxy.base.fields import is_null
-from tokenproxy.base.http import Response
+from tokenproxy.base.http import Response, read_and_close
 from tokenproxy.base.request import ResumePolicy
 from tokenproxy.base.types import Fields
 from tokenproxy.engine.sse import data_event
@@ -58,6 +58,7 @@ class Resume:
     ) -> None:
         """`cleanup` closes the responses of engines if the client leaves."""
         self._turn = turn
+        self._weights = turn.services.fleet.weights
         self._recording = recording
         self._answer = answer
         self._cleanup = cleanup
@@ -95,7 +96,8 @@ class Resume:
             return self._possible
         may = self._possible and all(rest.prompt for rest in rests) and await self._may_repeat(rests, why)
         if may:
-            await self._turn.end_segment({rest.choice: len(rest.sampled) for rest in rests}, why)
+            sampled = {rest.choice: len(rest.sampled) for rest in rests}
+            await self._turn.segments.end(self._weights, self._turn.tag, sampled, why)
         self._count(why, "resumed" if may else "ended")
         return may
 
@@ -184,7 +186,7 @@ class Resume:
             return None
         self._times_anew += 1
         self._count(ABORTED, "anew")
-        await self._turn.end_segment(None, ABORTED)
+        await self._turn.segments.end(self._weights, self._turn.tag, None, ABORTED)
         try:
             return await self._read(self._turn.send)
         except ApiError as error:
@@ -208,23 +210,18 @@ class Resume:
 
     async def _was_asked(self) -> bool:
         """Whether somebody asked for an abort since the turn was sent the last time, or nothing tells."""
-        weights = self._turn.services.fleet.weights
         for _ in range(_READS):
-            if await weights.refresh():
-                return weights.state.aborts != self._turn.aborts
+            if await self._weights.refresh():
+                return self._weights.state.aborts != self._turn.aborts
             await asyncio.sleep(_RETRY_S)
         return True
 
     async def _read(self, work: Work) -> bytes:
-        response = await self._send(work)
-        try:
-            return await response.read()
-        finally:
-            await response.aclose()
+        return await read_and_close(await self._send(work))
 
     async def _unless_asked(self, work: Work, replica: Replica) -> Response:
         """Send it, unless somebody asked for an abort while it waited. Raises _AbortAsked then."""
-        if self._turn.services.fleet.weights.state.aborts != self._turn.aborts:
+        if self._weights.state.aborts != self._turn.aborts:
             raise _AbortAsked("an abort was asked for")
         return await work(replica)
 
@@ -245,7 +242,6 @@ class Resume:
         self._recording.replica = turn.replica.name
         self._answer.hides_weights = turn.hides_weights
         if response.status >= 400:
-            problem = wire.problem_of(await response.read()).message
-            await response.aclose()
+            problem = wire.problem_of(await read_and_close(response)).message
             raise CannotGoOn(f"the turn cannot go on: an engine answered {response.status}: {problem}")
         return response

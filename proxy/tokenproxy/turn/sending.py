@@ -1,4 +1,4 @@
-"""Plans the prompt of one turn, sends it to a replica, and reports the plan.
+"""Sends a planned turn, or the rest of one, to a replica, and keeps by which weights it is sampled where.
 
 The prompt is planned once, for the model that the fleet serves. The replica that runs it is chosen after
 that, because the plan holds the conversation and the replica that has its ids cached.
@@ -14,29 +14,20 @@ from tokenproxy.base.fields import flag, join, raw, raw_value, read, stream_opti
 from tokenproxy.base.http import Request, Response
 from tokenproxy.base.request import ChatRequest, EngineRoute, ResumePolicy
 from tokenproxy.base.types import Fields, Headers
-from tokenproxy.engine.generate import GenerateTokenIn
-from tokenproxy.engine.token_in import TokenRequest, rename_errors
+from tokenproxy.engine.token_in import GenerateTokenIn, TokenRequest, rename_errors
 from tokenproxy.fleet.choosing import BYTES_PER_ID, Routing, body_digest
-from tokenproxy.fleet.model import FleetImages, FleetModel
+from tokenproxy.fleet.model import FleetModel
 from tokenproxy.fleet.replica import Replica
 from tokenproxy.fleet.weight_state import WeightTag, unknown
-from tokenproxy.monitoring.exchange import running_exchange, span
-from tokenproxy.monitoring.metrics import Metrics
-from tokenproxy.monitoring.tracing import Span, Value
-from tokenproxy.record.claims import Claims
-from tokenproxy.record.completion import Completion
-from tokenproxy.record.given import GivenPrompt
+from tokenproxy.fleet.weights import Weights
+from tokenproxy.record.completion import Completion, SampledChoice
 from tokenproxy.record.images import single_placeholders
-from tokenproxy.record.plan import PromptPlan, ServedModel
-from tokenproxy.record.turn import WeightSpan
+from tokenproxy.record.plan import PromptPlan
+from tokenproxy.record.turn import Segment, WeightSpan
 from tokenproxy.record.vocabulary import Reason, Source
-from tokenproxy.turn.required_prefix import render_with_prefix
-from tokenproxy.turn.rest import Rest, begun_anew, can_resume, check_text, constrained, rest_fields
-from tokenproxy.turn.segments import Segments
+from tokenproxy.turn.rest import Rest, begun_anew, check_text, constrained, is_whole_only, rest_fields
 from tokenproxy.turn.services import Services
 
-_IMAGE_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs")
-"""Fields that change what a model's processor makes of an image."""
 _BAD_REQUEST = 400
 _ASKS_WEIGHTS = "return_weight_versions"
 _PROMPT_FIELDS: Mapping[str, str] = {EngineRoute.COMPLETIONS: "prompt", EngineRoute.GENERATE: "token_ids"}
@@ -46,6 +37,89 @@ _IMAGE_DATA = b";base64,"
 _TRUE = msgspec.Raw(b"true")
 _NO_ALTERNATIVES = msgspec.Raw(b"0")
 """The number of alternatives with which the log-probabilities of sampled ids are requested."""
+
+
+@dataclass(slots=True)
+class _Part:
+    """A segment of a turn, before it is known how many ids its choices have."""
+
+    tag: WeightTag
+    """Of all choices that have none in `tags`."""
+    before: Mapping[int, int] | None = None
+    """How many ids each choice had that had not ended, by its index; None in the first part: none."""
+    ended: str = ""
+    """As `Segment.ended`."""
+    tags: dict[int, WeightTag] = field(default_factory=dict)
+    """Of the choices that were resumed, by their index."""
+
+
+@dataclass(slots=True)
+class Segments:
+    """The segments of one turn; false as long as its engine did not break off."""
+
+    _parts: list[_Part] = field(default_factory=list)
+    """Those that ended, and the one that runs."""
+    _dropped: list[Segment] = field(default_factory=list)
+    """Those whose ids do not count, because the turn was sampled anew."""
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def begin(self, tag: WeightTag) -> None:
+        """The turn is sent to a replica, with this tag."""
+        if self._parts:
+            self._parts[-1].tag = tag
+
+    def begin_choice(self, choice: int, tag: WeightTag) -> None:
+        """The rest of one choice, given its index, is sent to a replica."""
+        self._parts[-1].tags[choice] = tag
+
+    async def end(
+        self, weights: Weights, tag: WeightTag, sampled: Mapping[int, int] | None, why: str
+    ) -> None:
+        """The engine broke off: what is sampled from now on belongs to another segment.
+
+        Args:
+            tag: of what was sent last.
+            sampled: number of the ids so far of each choice that has not ended; None if the turn is sampled
+                anew.
+            why: why it broke off.
+        """
+        ended = self._parts[-1] if self._parts else _Part(tag)
+        for each in (ended.tag, *ended.tags.values()):
+            await weights.confirm(each)
+            each.end()
+        ended.ended = why
+        if sampled is None:
+            self._dropped.append(Segment(ended.tag.replica, 0, 0, why))
+            self._parts = [_Part(tag)]
+        else:
+            self._parts = [*self._parts[:-1], ended, _Part(tag, sampled)]
+
+    def add_to(self, choice: SampledChoice, began_anew: tuple[str, ...]) -> None:
+        """Add its segments and their weights to a choice that ended.
+
+        Args:
+            began_anew: fields of the request that take no note of the segments before.
+        """
+        index, count, told = choice.index, len(choice.ids or ()), choice.weight_versions
+        parts = [part for part in self._parts if part.before is None or index in part.before]
+        starts = [part.before[index] if part.before else 0 for part in parts]
+        segments: list[Segment] = [*self._dropped]
+        spans: list[WeightSpan] = []
+        for part, start, end in zip(parts, starts, [*starts[1:], count], strict=True):
+            tag = part.tags.get(index, part.tag)
+            segments.append(Segment(tag.replica, start, end, "" if part is parts[-1] else part.ended))
+            if start == end:
+                continue  # the engine broke off before it sampled
+            reported = [span for span in told if start <= span.start < end]
+            if not reported:
+                known, uncertain = tag.spans(index, end - start)
+                reported = [WeightSpan(version, start + at, start + to) for version, at, to in known]
+                choice.weights_uncertain |= uncertain
+            spans += reported
+        choice.segments, choice.weight_versions = tuple(segments), tuple(spans)
+        choice.began_anew = began_anew if len(segments) > 1 else ()
 
 
 @dataclass(slots=True)
@@ -61,8 +135,6 @@ class PlannedTurn:
     """Only after it was sent."""
     tag: WeightTag = field(init=False)
     """The versions of the weights that sample it; only after it was sent."""
-    conversation: str = field(init=False)
-    """As in its `routing`; only after that was made."""
     hides_weights: bool = field(init=False, default=False)
     """Whether the engine was asked which weights sampled its ids, and not by the client."""
     aborts: int = field(init=False, default=0)
@@ -111,16 +183,34 @@ class PlannedTurn:
 
     @property
     def resumable(self) -> bool:
-        """Whether it may go on after its engine broke off."""
-        off = self.services.settings.resume is ResumePolicy.OFF
-        return not off and can_resume(self.request, self.plan)
+        """Whether it may go on after its engine broke off, wherever that is."""
+        request, conversation = self.request, self.plan.conversation
+        return not (
+            self.services.settings.resume is ResumePolicy.OFF
+            or request.engine_route is not EngineRoute.CHAT
+            or conversation is None
+            or conversation.media
+            or request.prompt_media
+            or self.plan.images
+            or is_whole_only(request.fields)
+        )
 
-    async def end_segment(self, sampled: Mapping[int, int] | None, why: str) -> None:
-        """The engine broke off: what is sampled from now on belongs to another segment.
+    @property
+    def conversation(self) -> str:
+        """A key that is equal for all turns of a conversation; empty if there is none.
 
-        Args: as `Segments.end`.
+        It is the rollout. If a history is recognised in none of its requests, each of them starts a new
+        rollout; the key is then a digest of the messages up to the first assistant turn, which these requests
+        share.
         """
-        await self.segments.end(self.services.fleet.weights, self.tag, sampled, why)
+        plan, conversation = self.plan, self.plan.conversation
+        if plan.others:
+            return plan.rollout or ""
+        rendered = plan.source is Source.RENDERED and plan.reason is not Reason.FIRST_TURN
+        if not (plan.new_rollout and rendered) or conversation is None or not conversation.ends:
+            return plan.session.id
+        answer = conversation.messages[conversation.ends[-1]]
+        return f"{plan.scope.tenant}/beginning/{answer.loose.hex()}"
 
     def _begin(self, replica: Replica) -> Fields:
         """The fields of the request for a replica, to which it is about to be sent."""
@@ -134,7 +224,10 @@ class PlannedTurn:
         fields = _request_for_engine(request, evidence=recorded or request.visible.on_messages)
         if services.settings.cache_salt_by_version and replica.weight_version is not None:
             fields.setdefault("cache_salt", raw(replica.weight_version))
-        self.hides_weights = recorded and self._asks_weights(replica)
+        # its client does not ask which weights sample the ids; generate tells it in any case
+        asked = request.engine_route is EngineRoute.GENERATE or flag(request.fields, _ASKS_WEIGHTS)
+        tells = replica.capabilities is not None and replica.capabilities.weight_versions
+        self.hides_weights = recorded and tells and not asked
         if self.hides_weights:
             fields[_ASKS_WEIGHTS] = _TRUE
         return fields
@@ -154,17 +247,6 @@ class PlannedTurn:
         name = given.field if given else "messages"
         completion = TokenRequest(prompt, fields, headers, name, single, [each.image for each in images])
         return await token_in.complete(replica.engine, completion)
-
-    def _asks_weights(self, replica: Replica) -> bool:
-        """Whether the proxy asks an engine which weights sample the ids, because its client does not."""
-        capabilities, request = replica.capabilities, self.request
-        tells = capabilities is not None and capabilities.weight_versions
-        # generate tells it in any case
-        return (
-            tells
-            and request.engine_route is not EngineRoute.GENERATE
-            and not flag(request.fields, _ASKS_WEIGHTS)
-        )
 
     async def complete(self, completion: Completion) -> None:
         """Add their segments to choices that ended, and the weights that no engine reported.
@@ -200,7 +282,6 @@ class PlannedTurn:
             ids = len(request.messages or request.retry.body) // BYTES_PER_ID
             beginning = (request.rendering.tools, request.messages)
             context_ids = 0 if _IMAGE_DATA in request.messages else sum(map(len, beginning)) // BYTES_PER_ID
-        self.conversation = _conversation(plan) if not plan.others else plan.rollout or ""
         return Routing(
             conversation=self.conversation,
             holder=holder,
@@ -214,57 +295,6 @@ class PlannedTurn:
             digest=lambda: body_digest(request.retry.path, request.retry.body),
             goes_on=self.resumable,
         )
-
-
-async def plan_turn(request: ChatRequest, services: Services, claims: Claims) -> PlannedTurn:
-    """Plan a turn for the model that the fleet serves.
-
-    Raises:
-        BadRequest, Unsupported, NotReady: the prompt cannot be made; see `Planner.plan`.
-        PrefixRefused: the engine refuses to render the messages.
-        EngineUnavailable, EngineTimeout, EngineBroken: no replica responds.
-    """
-    model = await services.fleet.served_model()
-    if request.needs_token_in:
-        model.capabilities.require_token_in()
-    with span("plan", {}) as planning:
-        planner, served = services.history.planner, served_model(model, request, services)
-        given = GivenPrompt(planner, request, served)
-        if request.given is not None:
-            plan = await given.plan(request.given, claims)
-        elif request.required_prefix is None:
-            plan = await planner.plan(request, served, claims)
-        else:
-            prefix, fields, headers = request.required_prefix, request.fields, request.headers
-            rendered = await render_with_prefix(prefix, fields, headers, model, services)
-            plan = await given.plan_prefix(rendered.prompt, rendered.prefix, claims)
-        describe(planning, request, plan)
-    return PlannedTurn(request, services, plan, model)
-
-
-def served_model(model: FleetModel, request: ChatRequest, services: Services) -> ServedModel:
-    """The model of the fleet, as planning needs it for a request."""
-    capabilities, problem = model.capabilities, model.tokenizer_problem
-    refused = None
-    if capabilities.token_in is None:
-        refused = Reason.NO_TOKEN_IN
-    elif not capabilities.token_in.supports(request.fields):
-        refused = Reason.SPECIAL_REQUEST
-    images = placeholder = None
-    if capabilities.images is not None:
-        placeholder = capabilities.images.placeholder
-        images = FleetImages(services.fleet, placeholder) if _images_fit(request) else None
-    name = capabilities.model.name if capabilities.model else ""
-    length = capabilities.model.max_model_len if capabilities.model else None
-    rendered, mode = capabilities.rendered_fields, capabilities.logprobs_mode
-    return ServedModel(name, model.tokenizer, problem, refused, rendered, mode, images, placeholder, length)
-
-
-def _images_fit(request: ChatRequest) -> bool:
-    """Whether images of a request can be sent with exact ids: its fields fit, and change no image's ids."""
-    return GenerateTokenIn().supports(request.fields) and not any(
-        raw_value(request.fields, name) for name in _IMAGE_OPTIONS
-    )
 
 
 def _request_for_engine(request: ChatRequest, *, evidence: bool) -> Fields:
@@ -301,98 +331,9 @@ def _request_for_engine(request: ChatRequest, *, evidence: bool) -> Fields:
 def _headers(request: ChatRequest, plan: PromptPlan) -> Headers:
     """The client's headers, and the session: a router between proxy and engine can be sticky by it."""
     # the response is read here, so it must not be compressed
-    headers = [pair for pair in request.headers if pair[0] != b"accept-encoding"]
-    if plan.rollout is None:
-        return headers
-    headers = [pair for pair in headers if pair[0] != _SESSION_HEADER]
-    return [*headers, (_SESSION_HEADER, plan.session.name.encode())]
-
-
-def _conversation(plan: PromptPlan) -> str:
-    """A key that is equal for all turns of a conversation; empty if there is none.
-
-    It is the rollout. If a history is recognised in none of its requests, each of them starts a new rollout;
-    the key is then a digest of the messages up to the first assistant turn, which these requests share.
-    """
-    conversation = plan.conversation
-    if not plan.new_rollout and conversation is not None:
-        return plan.session.id
-    first_turn = plan.reason is Reason.FIRST_TURN or plan.source is not Source.RENDERED
-    if conversation is None or first_turn or not conversation.ends:
-        return plan.session.id
-    answer = conversation.messages[conversation.ends[-1]]
-    return f"{plan.scope.tenant}/beginning/{answer.loose.hex()}"
-
-
-# --- reports: headers, metrics, traces, the access log
-
-
-def count_plan(plan: PromptPlan, metrics: Metrics) -> None:
-    """Count the prompts of a request, once for each request, and note them for the access log."""
-    for prompt in plan.prompts:
-        metrics.prompts(prompt.source, prompt.reason or "none").inc()
-        if prompt.reason == Reason.AMBIGUOUS:
-            metrics.ambiguous.inc()
-        if prompt.source is not Source.RENDERED:
-            counter = metrics.reused_ids if prompt.source is Source.EXTENDED else metrics.given_ids
-            counter.inc(prompt.reused)
-            metrics.appended_ids.inc(prompt.appended)
-    exchange = running_exchange()
-    if exchange is not None and exchange.noting:
-        exchange.note(_described(plan))
-
-
-def describe(planning: Span, request: ChatRequest, plan: PromptPlan) -> None:
-    """Add the plan to the span of planning, and the requested parameters to those of the request, with
-    OpenTelemetry's names for generative AI."""
-    if planning.recording:
-        attributes = {f"tokenproxy.prompt.{name}": value for name, value in _described(plan).items()}
-        planning.set({**attributes, "tokenproxy.prompt.candidates": plan.match.candidates})
-    exchange = running_exchange()
-    if exchange is None or not exchange.span.recording:
-        return
-    max_tokens = raw_value(request.fields, "max_completion_tokens") or raw_value(request.fields, "max_tokens")
-    exchange.engine_attributes = {
-        "gen_ai.operation.name": ("chat" if request.engine_route is EngineRoute.CHAT else "text_completion"),
-        "gen_ai.provider.name": "vllm",
-        "gen_ai.request.model": request.model or plan.scope.model,
-        "gen_ai.request.temperature": request.temperature,
-        "gen_ai.request.max_tokens": int(max_tokens) if max_tokens and max_tokens.isdigit() else None,
-        "gen_ai.request.choice.count": request.choices if request.choices > 1 else None,
-        "gen_ai.request.stream": request.stream,
-        "gen_ai.conversation.id": plan.session.name if plan.rollout is not None else None,
-    }
-    exchange.span.set(exchange.engine_attributes)
-
-
-def _described(plan: PromptPlan) -> dict[str, Value | None]:
-    has_ids = plan.source is not Source.RENDERED
-    return {
-        "source": str(plan.source),
-        "reason": str(plan.reason) if plan.reason else None,
-        "session": plan.session.name if plan.rollout is not None else None,
-        "turn": plan.turn_id if plan.conversation is not None else None,
-        "reused": sum(prompt.reused for prompt in plan.prompts) if has_ids else None,
-        "appended": plan.appended if has_ids else None,
-    }
-
-
-def add_prompt_headers(response: Response, plan: PromptPlan) -> None:
-    """Report on a successful response where its prompts came from and where their turns are recorded."""
-    if response.status >= 400:
-        return
-    said, candidates = _described(plan), plan.match.candidates
-    headers = {
-        b"x-prompt-source": said["source"],
-        b"x-prompt-reused": said["reused"] or 0,
-        b"x-prompt-appended": said["appended"],
-        b"x-prompt-reason": said["reason"],
-        b"x-prompt-candidates": candidates if candidates > 1 else None,
-        b"x-session-id": said["session"],
-        b"x-turn-id": said["turn"],
-    }
-    # an engine that is a tokenproxy itself has set these headers for its own prompt
-    response.headers = [pair for pair in response.headers if pair[0] not in headers]
-    for name, value in headers.items():
-        if value is not None:
-            response.headers.append((name, str(value).encode()))
+    session = None if plan.rollout is None else plan.session.name
+    replaced = (b"accept-encoding",) if session is None else (b"accept-encoding", _SESSION_HEADER)
+    headers = [pair for pair in request.headers if pair[0] not in replaced]
+    if session is not None:
+        headers.append((_SESSION_HEADER, session.encode()))
+    return headers

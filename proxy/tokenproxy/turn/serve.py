@@ -9,24 +9,33 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 from tokenproxy.base.errors import ApiError, EngineBroken
+from tokenproxy.base.fields import raw_value
 from tokenproxy.base.http import BytesResponse, Response
-from tokenproxy.base.request import ChatRequest
+from tokenproxy.base.request import ChatRequest, EngineRoute
+from tokenproxy.engine.token_in import GenerateTokenIn
+from tokenproxy.fleet.model import FleetImages, FleetModel
 from tokenproxy.fleet.weight_state import unknown
+from tokenproxy.monitoring.exchange import running_exchange, span
+from tokenproxy.monitoring.metrics import Metrics
+from tokenproxy.monitoring.tracing import Span, Value
 from tokenproxy.record.claims import Claims
 from tokenproxy.record.completion import Completion
-from tokenproxy.record.plan import PromptPlan
+from tokenproxy.record.given import GivenPrompt
+from tokenproxy.record.plan import PromptPlan, ServedModel
 from tokenproxy.record.recorder import Recording
 from tokenproxy.record.retries import Attempt
+from tokenproxy.record.vocabulary import Reason, Source
 from tokenproxy.turn import parsing
-from tokenproxy.turn.answer import Answer, Redactor, StreamedAnswer
-from tokenproxy.turn.limit_answer import limit_answer
+from tokenproxy.turn.answer import Answer, Redactor, StreamedAnswer, limit_answer
 from tokenproxy.turn.reader import read_completion
-from tokenproxy.turn.required_prefix import PrefixRefused
+from tokenproxy.turn.required_prefix import PrefixRefused, render_with_prefix
 from tokenproxy.turn.resume import Resume
-from tokenproxy.turn.sending import add_prompt_headers, count_plan, plan_turn
+from tokenproxy.turn.sending import PlannedTurn
 from tokenproxy.turn.services import Services
 from tokenproxy.turn.stream import RecordedStream
 
+_IMAGE_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs")
+"""Fields that change what a model's processor makes of an image."""
 _READ_ON_THREAD_BYTES = 65_536
 """Bytes of a completion from which it is read on a thread. Reading takes 0.3 ms for so many bytes, as long
 as handing them to a thread; the work of `WORTH_A_THREAD_BYTES` takes longer per byte."""
@@ -68,8 +77,7 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
         plan, tag = turn.plan, turn.tag
         tag.progress = unknown  # until the stream is read
         recording.replica = turn.replica.name
-        count_plan(plan, history.metrics)
-        add_prompt_headers(response, plan)
+        _report(plan, response, history.metrics)
         if response.status >= 400:
             await attempt.fail(response.status)
             return BytesResponse(response.status, response.headers, await response.read())
@@ -82,34 +90,48 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
             cleanup = stack.pop_all()
             resume = Resume(turn, recording, answer, cleanup)
             return RecordedStream(response, answer, recording, attempt, cleanup, tag, resume)
-        body = await response.read()
-        completion, shown = await _read(body, plan, answer, services)
-        if shown is None:
-            resume = Resume(turn, recording, answer, stack)
-            while shown is None and (more := await resume.whole(body, completion)):
-                body = more
-                completion, shown = await _read(body, plan, answer, services)
-            if shown is None:
-                completion, shown = await _read(body, plan, answer, services, final=True)
-            assert shown is not None  # the last one is
-        await recording.add(completion)
-        if isinstance(shown, ApiError):
-            raise shown
-        await answer.settle()
-        if completion.broken_off:
-            await attempt.fail(EngineBroken.status)  # a retry gets the whole answer
-        else:
-            await attempt.keep(response.status, response.headers, shown)
-        return BytesResponse(response.status, response.headers, shown)
+        return await _whole(response, turn, answer, recording, attempt, stack)
+
+
+async def _whole(
+    response: Response,
+    turn: PlannedTurn,
+    answer: Answer,
+    recording: Recording,
+    attempt: Attempt,
+    cleanup: AsyncExitStack,
+) -> Response:
+    """The response for a whole completion, which was recorded; see `RecordedStream` for a stream.
+
+    Raises:
+        ApiError: the client's answer cannot be made of the completion.
+    """
+    body = await response.read()
+    completion, shown = await _read(body, turn, answer)
+    if shown is None:
+        resume = Resume(turn, recording, answer, cleanup)
+        while shown is None:
+            more = await resume.whole(body, completion)
+            body = body if more is None else more
+            completion, shown = await _read(body, turn, answer, final=more is None)
+    await recording.add(completion)
+    if isinstance(shown, ApiError):
+        raise shown
+    await answer.settle()
+    if completion.broken_off:
+        await attempt.fail(EngineBroken.status)  # a retry gets the whole answer
+    else:
+        await attempt.keep(response.status, response.headers, shown)
+    return BytesResponse(response.status, response.headers, shown)
 
 
 async def _read(
-    body: bytes, plan: PromptPlan, answer: Answer, services: Services, *, final: bool = False
+    body: bytes, turn: PlannedTurn, answer: Answer, *, final: bool = False
 ) -> tuple[Completion, bytes | ApiError | None]:
     """As `_read_now`, on a thread if it is long."""
     if len(body) < _READ_ON_THREAD_BYTES:
-        return _read_now(body, plan, answer, final)
-    return await services.encoders.run(partial(_read_now, body, plan, answer, final))
+        return _read_now(body, turn.plan, answer, final)
+    return await turn.services.encoders.run(partial(_read_now, body, turn.plan, answer, final))
 
 
 def _read_now(
@@ -128,3 +150,128 @@ def _read_now(
         return completion, answer.whole(parsed, body, completion)
     except ApiError as error:
         return completion, error
+
+
+# --- planning
+
+
+async def plan_turn(request: ChatRequest, services: Services, claims: Claims) -> PlannedTurn:
+    """Plan a turn for the model that the fleet serves.
+
+    Raises:
+        BadRequest, Unsupported, NotReady: the prompt cannot be made; see `Planner.plan`.
+        PrefixRefused: the engine refuses to render the messages.
+        EngineUnavailable, EngineTimeout, EngineBroken: no replica responds.
+    """
+    model = await services.fleet.served_model()
+    if request.needs_token_in:
+        model.capabilities.require_token_in()
+    with span("plan", {}) as planning:
+        planner, served = services.history.planner, served_model(model, request, services)
+        given = GivenPrompt(planner, request, served)
+        if request.given is not None:
+            plan = await given.plan(request.given, claims)
+        elif request.required_prefix is None:
+            plan = await planner.plan(request, served, claims)
+        else:
+            prefix, fields, headers = request.required_prefix, request.fields, request.headers
+            rendered = await render_with_prefix(prefix, fields, headers, model, services)
+            plan = await given.plan_prefix(rendered.prompt, rendered.prefix, claims)
+        _describe(planning, request, plan)
+    return PlannedTurn(request, services, plan, model)
+
+
+def served_model(model: FleetModel, request: ChatRequest, services: Services) -> ServedModel:
+    """The model of the fleet, as planning needs it for a request."""
+    capabilities, problem = model.capabilities, model.tokenizer_problem
+    refused = None
+    if capabilities.token_in is None:
+        refused = Reason.NO_TOKEN_IN
+    elif not capabilities.token_in.supports(request.fields):
+        refused = Reason.SPECIAL_REQUEST
+    images = placeholder = None
+    if capabilities.images is not None:
+        placeholder = capabilities.images.placeholder
+        images = FleetImages(services.fleet, placeholder) if _images_fit(request) else None
+    name = capabilities.model.name if capabilities.model else ""
+    length = capabilities.model.max_model_len if capabilities.model else None
+    rendered, mode = capabilities.rendered_fields, capabilities.logprobs_mode
+    return ServedModel(name, model.tokenizer, problem, refused, rendered, mode, images, placeholder, length)
+
+
+def _images_fit(request: ChatRequest) -> bool:
+    """Whether images of a request can be sent with exact ids: its fields fit, and change no image's ids."""
+    return GenerateTokenIn().supports(request.fields) and not any(
+        raw_value(request.fields, name) for name in _IMAGE_OPTIONS
+    )
+
+
+# --- reports: headers, metrics, traces, the access log
+
+
+def _describe(planning: Span, request: ChatRequest, plan: PromptPlan) -> None:
+    """Add the plan to the span of planning, and the requested parameters to those of the request, with
+    OpenTelemetry's names for generative AI."""
+    if planning.recording:
+        attributes = {f"tokenproxy.prompt.{name}": value for name, value in _described(plan).items()}
+        planning.set({**attributes, "tokenproxy.prompt.candidates": plan.match.candidates})
+    exchange = running_exchange()
+    if exchange is None or not exchange.span.recording:
+        return
+    max_tokens = raw_value(request.fields, "max_completion_tokens") or raw_value(request.fields, "max_tokens")
+    exchange.engine_attributes = {
+        "gen_ai.operation.name": ("chat" if request.engine_route is EngineRoute.CHAT else "text_completion"),
+        "gen_ai.provider.name": "vllm",
+        "gen_ai.request.model": request.model or plan.scope.model,
+        "gen_ai.request.temperature": request.temperature,
+        "gen_ai.request.max_tokens": int(max_tokens) if max_tokens and max_tokens.isdigit() else None,
+        "gen_ai.request.choice.count": request.choices if request.choices > 1 else None,
+        "gen_ai.request.stream": request.stream,
+        "gen_ai.conversation.id": plan.session.name if plan.rollout is not None else None,
+    }
+    exchange.span.set(exchange.engine_attributes)
+
+
+def _described(plan: PromptPlan) -> dict[str, Value | None]:
+    has_ids = plan.source is not Source.RENDERED
+    return {
+        "source": str(plan.source),
+        "reason": str(plan.reason) if plan.reason else None,
+        "session": plan.session.name if plan.rollout is not None else None,
+        "turn": plan.turn_id if plan.conversation is not None else None,
+        "reused": sum(prompt.reused for prompt in plan.prompts) if has_ids else None,
+        "appended": plan.appended if has_ids else None,
+    }
+
+
+def _report(plan: PromptPlan, response: Response, metrics: Metrics) -> None:
+    """Count the prompts of a request and note them for the access log; report them in a successful response.
+
+    Its headers tell where the prompts came from, and where their turns are recorded.
+    """
+    for prompt in plan.prompts:
+        metrics.prompts(prompt.source, prompt.reason or "none").inc()
+        if prompt.reason == Reason.AMBIGUOUS:
+            metrics.ambiguous.inc()
+        if prompt.source is not Source.RENDERED:
+            counter = metrics.reused_ids if prompt.source is Source.EXTENDED else metrics.given_ids
+            counter.inc(prompt.reused)
+            metrics.appended_ids.inc(prompt.appended)
+    exchange, told = running_exchange(), _described(plan)
+    if exchange is not None and exchange.noting:
+        exchange.note(told)
+    if response.status >= 400:
+        return
+    candidates = plan.match.candidates
+    headers = {
+        b"x-prompt-source": told["source"],
+        b"x-prompt-reused": told["reused"] or 0,
+        b"x-prompt-appended": told["appended"],
+        b"x-prompt-reason": told["reason"],
+        b"x-prompt-candidates": candidates if candidates > 1 else None,
+        b"x-session-id": told["session"],
+        b"x-turn-id": told["turn"],
+    }
+    # an engine that is a tokenproxy itself has set these headers for its own prompt
+    response.headers = [pair for pair in response.headers if pair[0] not in headers]
+    response.headers += [(name, str(value).encode()) for name, value in headers.items() if value is not None]

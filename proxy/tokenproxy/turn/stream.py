@@ -20,7 +20,6 @@ from tokenproxy.turn.answer import DONE, StreamedAnswer
 from tokenproxy.turn.reader import CompletionReader
 from tokenproxy.turn.rest import split_end
 from tokenproxy.turn.resume import Resume
-from tokenproxy.turn.usual_chunk import Piece, UsualChunk
 
 _CHUNK = "chat.completion.chunk"
 _QUIET_S = 0.05
@@ -61,7 +60,9 @@ class RecordedStream:
         self.status = response.status
         self.headers = [pair for pair in response.headers if pair[0] != b"content-length"]
         self._response = response
-        self._blocks = _Blocks(response.chunks())
+        self._blocks = response.chunks()
+        self._next: asyncio.Task[bytes] | None = None
+        """Reads the next block, for which `_arrives` waited."""
         plan = recording.plan
         choices = plan.request.choices * len(plan.prompts)
         self._reader = CompletionReader(choices, plan.prompt, plan.batch)
@@ -100,7 +101,8 @@ class RecordedStream:
         try:
             while True:
                 try:
-                    block = await anext(self._blocks)
+                    pending, self._next = self._next, None
+                    block = await (pending or anext(self._blocks))
                 except StopAsyncIteration:
                     if not await self._goes_on("ended"):
                         break
@@ -119,11 +121,11 @@ class RecordedStream:
                     yield sendable
                 self._waiting_since = monotonic()
                 held_until = self._held_until
-                if held_until is not None and not await self._blocks.arrives(held_until - monotonic()):
+                if held_until is not None and not await self._arrives(held_until - monotonic()):
                     yield await self._release()
             if held := await self._release():
                 yield held
-            if not self._is_over:
+            if not (self._done or self._reader.complete or self._reader.failed):
                 raise EngineBroken("the engine ended its stream before the turn ended")
         except ApiError as error:
             if last := await self._release() + self._answer.broken(error):
@@ -141,16 +143,21 @@ class RecordedStream:
         """Record the ids sampled so far if the client left early, and close the engine's response."""
         async with self._cleanup:
             self._recording.add_later(self._reader.rest())
-            await self._blocks.aclose()
+            if self._next is not None:
+                self._next.cancel()
+                await asyncio.gather(self._next, return_exceptions=True)
+
+    async def _arrives(self, seconds: float) -> bool:
+        """Whether the next block, the end or a failure of the stream arrives within `seconds`."""
+        if self._next is None:
+            self._next = asyncio.ensure_future(anext(self._blocks))
+        await asyncio.wait((self._next,), timeout=seconds)
+        return self._next.done()
 
     def _progress(self) -> dict[int, int] | None:
         """Number of sampled ids by choice; None if more may have arrived, or may be about to arrive."""
         since = self._waiting_since
         return self._reader.progress() if since is not None and monotonic() - since >= _QUIET_S else None
-
-    @property
-    def _is_over(self) -> bool:
-        return self._done or self._reader.complete or self._reader.failed
 
     async def _goes_on(self, why: str) -> bool:
         """Whether blocks follow after a break: of the next engine, events that were held, or the end."""
@@ -166,12 +173,10 @@ class RecordedStream:
             names = {"id": first.id, "object": _CHUNK, "created": first.created, "model": first.model}
             head = {name: raw(value) for name, value in names.items()}
             ended = self._reader.sampled - sum(len(rest.sampled) for rest in rests)
-            self._blocks = _Blocks(
-                self._resume.events(rests, head, prompt, ended, told=self._reader.usage_read)
-            )
+            self._blocks = self._resume.events(rests, head, prompt, ended, told=self._reader.usage_read)
             return True
         self._resume.give_up()
-        self._blocks = _Blocks(_each(held))
+        self._blocks = _each(held)
         return bool(held)
 
     def _without_end(self, event: bytes, read: parsing.Parsed) -> parsing.Parsed | None:
@@ -200,10 +205,9 @@ class RecordedStream:
         Raises:
             EngineBroken: it is not a chunk.
         """
-        usual = None if self._answer.reads_tokens else UsualChunk.match(event)
-        piece = None if usual is None else usual.piece()
-        if piece is not None and self._reader.add(piece):
-            self._show(event, usual, piece)
+        usual = None if self._answer.reads_tokens else wire.UsualChunk.match(event)
+        if usual is not None and self._reader.add(usual):
+            self._show(self._answer.event(event, usual, None))
             return None
         data = event_data(event)
         if data is None:
@@ -221,24 +225,31 @@ class RecordedStream:
             rest = self._without_end(event, parsed)
             if rest is None:
                 return None
-            event, usual, parsed = data_event(rest.cut.rest), None, rest
+            event, usual, parsed = data_event(rest.json), None, rest
         self._reader.read(parsed.completion)
-        if self._reader.has_ended:
+        if self._reader.ended:
             return partial(self._end_choices, event, usual, parsed)
-        self._show(event, usual, parsed)
+        self._show(self._answer.event(event, usual, parsed))
         return None
 
-    def _show(self, event: bytes, usual: UsualChunk | None, read: Piece | parsing.Parsed) -> None:
-        if shown := self._answer.event(event, usual, read):
-            self._ready.append(shown if self._sent is None else self._keep(shown))
+    def _show(self, events: bytes | None) -> None:
+        """Events for the client, after those that it was not sent yet."""
+        if not events:
+            return
+        self._ready.append(events)
+        if self._sent is not None:
+            self._sent_bytes += len(events)
+            self._sent.append(events)
+            if self._sent_bytes > KEPT_BYTES:
+                self._sent = None
 
-    async def _end_choices(self, event: bytes, usual: UsualChunk | None, read: parsing.Parsed) -> None:
+    async def _end_choices(self, event: bytes, usual: wire.UsualChunk | None, parsed: parsing.Parsed) -> None:
         """Record the turns that an event ends, or wait for their usage, before the client gets the event."""
         if self._reader.awaits_usage:
             self._held_until = self._held_until or monotonic() + self._usage_s
         else:
             await self._record_ended()
-        self._show(event, usual, read)
+        self._show(self._answer.event(event, usual, parsed))
 
     def _sendable(self) -> bytes:
         """The events that may be sent now, which are then no longer in `_ready`."""
@@ -254,7 +265,7 @@ class RecordedStream:
         return self._sendable()
 
     async def _record_ended(self) -> None:
-        ended = self._reader.ended()
+        ended = self._reader.rest(ended=True)
         self._broken_off |= ended.broken_off
         await self._recording.add(ended)
         self._held_until = None
@@ -264,58 +275,13 @@ class RecordedStream:
         complete = self._reader.complete
         await self._record_ended()
         await self._recording.add(self._reader.rest())
-        end = self._keep(self._answer.end())
+        end = self._answer.end()
         await self._answer.settle()
-        self._ready.append(end)
+        self._show(end)
         if complete and not self._broken_off and self._sent is not None:
             await self._attempt.keep(self.status, self.headers, b"".join(self._sent))
-
-    def _keep(self, event: bytes) -> bytes:
-        if self._sent is not None:
-            self._sent_bytes += len(event)
-            self._sent.append(event)
-            if self._sent_bytes > KEPT_BYTES:
-                self._sent = None
-        return event
 
 
 async def _each(blocks: list[bytes]) -> AsyncIterator[bytes]:
     for block in blocks:
         yield block
-
-
-class _Blocks:
-    """The blocks of an engine's stream. It tells whether the next one arrives in time."""
-
-    def __init__(self, blocks: AsyncIterator[bytes]) -> None:
-        self._blocks = blocks
-        self._next: asyncio.Task[bytes] | None = None
-        """Reads the block that `arrives` waited for."""
-
-    def __aiter__(self) -> "_Blocks":
-        return self
-
-    def __anext__(self) -> Awaitable[bytes]:
-        """The next block. Raises what the stream raises."""
-        # no coroutine of its own: this runs once for each block of a stream
-        if self._next is None:
-            return anext(self._blocks)
-        task, self._next = self._next, None
-        return task
-
-    async def arrives(self, seconds: float) -> bool:
-        """Whether the next block, the end or a failure of the stream arrives within `seconds`.
-
-        It is still to be read afterwards.
-        """
-        if self._next is None:
-            self._next = asyncio.ensure_future(anext(self._blocks))
-        await asyncio.wait((self._next,), timeout=seconds)
-        return self._next.done()
-
-    async def aclose(self) -> None:
-        """Stop waiting for the next block."""
-        if self._next is not None:
-            self._next.cancel()
-            await asyncio.gather(self._next, return_exceptions=True)
-            self._next = None

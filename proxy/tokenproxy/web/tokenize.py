@@ -29,7 +29,7 @@ from tokenproxy.record.claims import Claims
 from tokenproxy.record.given import GivenPrompt
 from tokenproxy.record.vocabulary import Source
 from tokenproxy.turn.required_prefix import PrefixRefused, in_vocabulary, render_with_prefix, take_prefix
-from tokenproxy.turn.sending import plan_turn, served_model
+from tokenproxy.turn.serve import plan_turn, served_model
 from tokenproxy.turn.services import Services
 from tokenproxy.turn.wire import problem_of
 from tokenproxy.web.base import Route, parsed

@@ -13,7 +13,7 @@ from tests.campaign.real_vllm.conftest import wait_ready
 from tests.support.recorded import record_of
 from tests.support.talk import CHAT, user
 from tests.support.utils import run_app
-from tokenproxy.engine.generate import GenerateTokenIn
+from tokenproxy.engine.token_in import GenerateTokenIn
 from tokenproxy.settings import Settings
 from tokenproxy.web.keys import KeyScope, scope_of_engine_route
 

@@ -170,7 +170,7 @@ async def test_the_second_address_is_tried_if_the_first_does_not_respond(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with _engine(_answering(_OK)) as engine:
-        port = engine.pool._port
+        port = engine._port
         inet = (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "")
 
         async def resolve(host: str, port: int, **options: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from tests.support.tiny_model import TinyModel
 from tests.support.utils import Pair, run_proxy
 from tokenproxy.app.app import check_settings
 from tokenproxy.settings import SettingsError, load_settings
-from tokenproxy.turn.model_aliases import ModelAlias, ModelAliases, parse_alias
+from tokenproxy.turn.services import ModelAliases
 
 _HI = [user("Hi")]
 
@@ -77,10 +77,14 @@ def test_without_aliases_the_engine_decides(pair: Pair) -> None:
     assert pair.fake.last().json["model"] == "nobody"
 
 
-def test_patterns() -> None:
-    assert ModelAlias("*haiku*", "m").matches("claude-haiku-4-5")
+async def test_patterns() -> None:
+    async def ask(question: object) -> bool:
+        return False
+
+    fleet: Any = SimpleNamespace(replicas=[], ask=ask)
+    assert await ModelAliases(["*haiku*=org/m=1"]).served_name("claude-haiku-4-5", fleet) == "org/m=1"
     for pattern, name in (("claude-*", "a-claude-3"), ("a[1m]", "a1"), ("haiku", "Haiku")):
-        assert not ModelAlias(pattern, "m").matches(name)
+        assert await ModelAliases([f"{pattern}=m"]).served_name(name, fleet) == name
 
 
 async def test_an_adapter_that_is_loaded_later_is_served() -> None:
@@ -92,7 +96,7 @@ async def test_an_adapter_that_is_loaded_later_is_served() -> None:
         return served[0]
 
     fleet: Any = SimpleNamespace(replicas=[], ask=ask)
-    aliases = ModelAliases([ModelAlias("late*", "tiny")], clock=lambda: now[0])
+    aliases = ModelAliases(["late*=tiny"], clock=lambda: now[0])
     names = []
     for now[0], served[0] in ((0.0, False), (0.9, True), (1.0, True)):
         names.append(await aliases.served_name("late-1", fleet))
@@ -103,7 +107,6 @@ def test_the_setting(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("model_aliases: {haiku: org/model=1, '*': m}\n")
     assert load_settings(file).model_aliases == ["haiku=org/model=1", "*=m"]
-    assert parse_alias("haiku=org/model=1") == ModelAlias("haiku", "org/model=1")
     for wrong in ("haiku", "=m", "haiku=", " = "):
         with pytest.raises(SettingsError, match=r"model_aliases: .*NAME=MODEL"):
             check_settings(load_settings(model_aliases=[wrong]), 1)

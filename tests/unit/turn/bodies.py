@@ -8,7 +8,7 @@ from tokenproxy.engine.sse import data_event, event_data
 from tokenproxy.record.completion import Batch, Completion
 from tokenproxy.turn import parsing, reader
 from tokenproxy.turn.answer import Redactor
-from tokenproxy.turn.usual_chunk import UsualChunk
+from tokenproxy.turn.wire import UsualChunk
 
 Body = dict[str, Any]
 
@@ -96,6 +96,6 @@ def redact_chunk(redactor: Redactor, data: bytes) -> bytes | None:
     """Redact the data of an event as a stream does."""
     event = data_event(data)
     usual = UsualChunk.match(event)
-    read = usual.piece() if usual is not None else None
-    kept = redactor.event(event, usual, read or parsing.parse(data))
+    parsed = None if usual is not None and usual.field else parsing.parse(data)
+    kept = redactor.event(event, usual, parsed)
     return None if kept is None else event_data(kept)

@@ -55,7 +55,7 @@ def _plain(completion: Completion) -> Any:
 def _agree(body: bytes, visible: Visible, sent: bytes = b"") -> bool:
     """Check a body that is read fast; False if it is not."""
     parsed, whole = parsing.parse(body, whole=True), parsing.parse(body, one_prompt=False)
-    if parsed.cut.ids is None:
+    if parsed.ids is None:
         return False
     assert _plain(reader.read_completion(parsed, sent)) == _plain(reader.read_completion(whole, sent))
     redactor = Redactor(visible)

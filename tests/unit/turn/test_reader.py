@@ -212,7 +212,9 @@ def test_an_odd_finish_reason_ends_a_choice_unless_it_is_empty(odd: str, reason:
     assert (choice.finish_reason, choice.ids) == (reason or ABORTED, [7, 2])
     reader = CompletionReader()
     reader.read(encoded(chunk(end(finish_reason=ODD)), odd))
-    assert [choice.finish_reason for choice in reader.ended().choices] == ([reason] if reason else [])
+    assert [choice.finish_reason for choice in reader.rest(ended=True).choices] == (
+        [reason] if reason else []
+    )
 
 
 _NESTED = encoded(whole(usage="3", more=ODD), "[" * 700 + "]" * 700)
@@ -265,7 +267,7 @@ def test_pieces_of_texts_are_joined_and_the_first_echo_of_a_prompt_is_that_of_it
             part = {"text": text, "token_ids": ids, "finish_reason": reason, "prompt_token_ids": echo}
             reader.read(_texts(_text_choice(index, **part, logprobs={"token_logprobs": [-0.5] * len(ids)})))
     assert reader.complete
-    choices = sorted(reader.ended().choices, key=lambda choice: choice.index)
+    choices = sorted(reader.rest(ended=True).choices, key=lambda choice: choice.index)
     assert [choice.prompt_ids for choice in choices] == [b"[5,6]", b"[5,6]", b"[8]", b"[8]"]
     for choice in choices:
         assert (choice.ids, choice.logprobs, choice.finish_reason) == ([7, 2], [-0.5, -0.5], "length")

@@ -13,8 +13,8 @@ from tokenproxy.base.errors import EngineBroken
 from tokenproxy.base.request import Visible
 from tokenproxy.engine.sse import data_event, event_data
 from tokenproxy.turn.answer import Redactor
-from tokenproxy.turn.parsing import Cut
-from tokenproxy.turn.usual_chunk import UsualChunk
+from tokenproxy.turn.parsing import parse as parse_chunk
+from tokenproxy.turn.wire import UsualChunk
 
 _VISIBLE = [
     Visible(ids, logprobs, usage, running, reasoning)
@@ -50,7 +50,7 @@ def _chunk(*choices: Body, **fields: Any) -> Body:
 
 def _outcome(redactor: Redactor, data: bytes, *, parse: bool) -> bytes | str | None:
     try:
-        return redactor.chunk(Cut(data)) if parse else redact_chunk(redactor, data)
+        return redactor.chunk(parse_chunk(data)) if parse else redact_chunk(redactor, data)
     except EngineBroken as error:
         return str(error)
 
@@ -67,8 +67,7 @@ def _check(data: bytes) -> None:
     usual = UsualChunk.match(data_event(data))
     role = b'{"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}'
     added.read(role)
-    piece = None if usual is None else usual.piece()
-    if piece is not None and added.add(piece):
+    if usual is not None and added.add(usual):
         read.read(role)
         read.read(data)
         assert added.rest() == read.rest()
