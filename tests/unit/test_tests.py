@@ -102,7 +102,7 @@ def test_no_sleep_is_longer_than_50_ms(quick: dict[str, str]) -> None:
 def test_no_port_is_closed_before_it_is_used(quick: dict[str, str]) -> None:
     """`tests.support.ports.held_port` keeps a port bound."""
     users = {name for name, text in quick.items() if re.search(r"import .*\bfree_port\b", text)}
-    assert users == {"unit/test_ports.py"}
+    assert users == {"unit/test_children.py"}
 
 
 def test_every_long_test_is_in_a_part_of_the_campaign() -> None:

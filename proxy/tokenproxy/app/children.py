@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 GRACE_S = 30.0
@@ -43,10 +44,11 @@ def free_port(host: str) -> int:
 
 
 def child_environment() -> dict[str, str]:
-    """This process's environment, with which a child imports the same `proxy` even if it is not installed."""
-    root = str(Path(__file__).resolve().parents[1])
+    """This process's environment, with which a child imports the same packages even if none is installed."""
+    specs = [find_spec(name) for name in ("tokenproxy", "chat_tokenizer")]
+    folders = [str(Path(spec.origin).resolve().parents[1]) for spec in specs if spec and spec.origin]
     before = os.environ.get("PYTHONPATH")
-    return dict(os.environ) | {"PYTHONPATH": f"{root}{os.pathsep}{before}" if before else root}
+    return dict(os.environ) | {"PYTHONPATH": os.pathsep.join([*folders, *([before] if before else [])])}
 
 
 def group_members(group: int) -> list[int]:

@@ -19,7 +19,6 @@ _PIECE_BYTES = 256 * 1024
 """Bytes that are handed to the transport at once."""
 _SMALL = 64 * 1024
 """Up to this many bytes head and body are one write."""
-_NO_BODY = frozenset({204, 304})
 
 
 class Disconnected(Exception):

@@ -12,6 +12,7 @@ import msgspec
 
 from tokenproxy.base.errors import EngineBroken
 from tokenproxy.base.http import Request, Response, read_and_close
+from tokenproxy.base.request import EngineRoute
 from tokenproxy.monitoring.exchange import Exchange, running_exchange
 from tokenproxy.monitoring.metrics import InFlight, Metrics
 from tokenproxy.monitoring.tracing import Span, Value
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
     from tokenproxy.engine.inprocess import InProcessEngine
 
 _TELLS_NOTHING = frozenset({429, 502, 503, 504})
-_SAMPLING = frozenset({"/v1/chat/completions", "/inference/v1/generate"})
-"""Routes of the engine that sample; others only prepare a request or read a response."""
+_SAMPLING = frozenset(EngineRoute)
 
 
 class Engine(Protocol):
@@ -152,8 +152,9 @@ class MonitoredEngine:
             return parent.child(f"{request.method} {path}", attributes, client=True)
         # the name of a sampling call in OpenTelemetry's conventions for generative AI
         model = exchange.engine_attributes.get("gen_ai.request.model") or ""
+        operation = exchange.engine_attributes["gen_ai.operation.name"]
         attributes.update(exchange.engine_attributes)
-        return parent.child(f"chat {model}".rstrip(), attributes, client=True)
+        return parent.child(f"{operation} {model}".rstrip(), attributes, client=True)
 
 
 async def fetch(engine: Engine, request: Request) -> tuple[int, bytes]:

@@ -244,7 +244,7 @@ def _kind(tokenizer: ChatTokenizer, history: Messages, new: Messages, rendering:
         bool(turn.get("reasoning") or turn.get("reasoning_content")),
         len(turn.get("tool_calls") or ()),
         tuple(message.get("role") for message in new[:8]),
-        rendering.tools is not None,
+        bool(rendering.tools),
         rendering.add_generation_prompt,
         tuple(sorted(rendering.parse_template_kwargs())),
     )

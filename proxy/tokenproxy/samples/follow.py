@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from tokenproxy.record.store import Store, StoreError, StoreUnusable
+from tokenproxy.record.store import LAST_POSITION, Store, StoreError, StoreUnusable
 from tokenproxy.samples.export import Report
 from tokenproxy.samples.feed import FeedFilter, read_step
 from tokenproxy.samples.layouts import Layout
@@ -66,7 +66,7 @@ class Follower:
     async def _step(self, file: BinaryIO) -> bool:
         """Write the next rollouts; False if there are no more for now."""
         # a position beyond the end, as after the loss of a store, counts as the end
-        self.position = min(self.position, (await self.store.feed(2**62, limit=0)).end)
+        self.position = min(self.position, (await self.store.feed(LAST_POSITION, limit=0)).end)
         step = await read_step(self.store, self.position, _ROLLOUTS_AT_ONCE, self.selected)
         for rollout in step.rollouts:
             if self._stopped.is_set():

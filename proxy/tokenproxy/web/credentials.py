@@ -16,7 +16,7 @@ from tokenproxy.base.tasks import end_tasks
 from tokenproxy.base.types import Headers, Scope
 from tokenproxy.record.store import Store
 
-SCOPE_KEY = "tokenproxy.tenant"
+TENANT_KEY = "tokenproxy.tenant"
 """Key of the ASGI scope with the tenant of a request, set after one of the proxy's own keys was verified."""
 SINGLE_TENANT = ""
 
@@ -53,8 +53,8 @@ def key_in(name: bytes, value: bytes) -> bytes:
 
 
 async def tenant_in_scope(scope: Scope) -> str:
-    """The tenant that the middleware `ApiKeys` put into the scope; the one tenant where it did not run."""
-    tenant: str = scope.get(SCOPE_KEY, SINGLE_TENANT)
+    """The tenant that `Gate` put into the scope; the one tenant where it did not run."""
+    tenant: str = scope.get(TENANT_KEY, SINGLE_TENANT)
     return tenant
 
 

@@ -32,7 +32,7 @@ from tokenproxy.record.store import StoreError
 from tokenproxy.record.store_time import StoreTime, within
 from tokenproxy.turn.services import RunningRequests, Services
 from tokenproxy.web.base import Route, StoreRoute
-from tokenproxy.web.credentials import SCOPE_KEY, TenantOf, recorded_tenant, tenant_in_scope
+from tokenproxy.web.credentials import TENANT_KEY, TenantOf, recorded_tenant, tenant_in_scope
 from tokenproxy.web.gate import check_page, is_loopback
 from tokenproxy.web.keys import SCOPES_KEY, KeyScope
 from tokenproxy.web.paths import check_path, raw_path
@@ -160,7 +160,7 @@ class Endpoint:
 def _lacks(scope: Scope, needed: KeyScope) -> Forbidden:
     """The error of a request whose client lacks a scope."""
     request = f"{scope['method']} {scope['path']}"
-    if SCOPE_KEY in scope:
+    if TENANT_KEY in scope:
         held = ", ".join(sorted(scope.get(SCOPES_KEY, ())))
         return Forbidden(
             f"{request} needs an API key with the scope `{needed}`; this one has {held}. "

@@ -15,7 +15,7 @@ from starlette.routing import compile_path
 from tokenproxy.base.errors import ApiError, BadRequest, Forbidden, HeadTooLarge, Unauthorized, send_error
 from tokenproxy.base.types import ASGIApp, Headers, Receive, Scope, Send
 from tokenproxy.web.base import Route
-from tokenproxy.web.credentials import SCOPE_KEY, key_in, tenant_of_key
+from tokenproxy.web.credentials import TENANT_KEY, key_in, tenant_of_key
 from tokenproxy.web.keys import EVERY_SCOPE, SCOPES_KEY, WITHOUT_ADMIN, ApiKey, KeyFile, KeyScope
 from tokenproxy.web.paths import Paths, check_path, path_of
 
@@ -193,7 +193,7 @@ class ApiKeys:
         )
         granted = {KeyScope.READ} if is_open and path == _METRICS else set()
         if key is not None:
-            return {**scope, "headers": headers, SCOPE_KEY: key.tenant, SCOPES_KEY: key.scopes | granted}
+            return {**scope, "headers": headers, TENANT_KEY: key.tenant, SCOPES_KEY: key.scopes | granted}
         if is_open:
             return {**scope, SCOPES_KEY: granted}
         raise Unauthorized(

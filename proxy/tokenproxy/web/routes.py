@@ -1,4 +1,4 @@
-"""The list of all routes. A new route is a class in a file of its own and a line here."""
+"""The list of all routes. A new route is a class in this folder and a line here."""
 
 import re
 from collections.abc import Callable, Collection

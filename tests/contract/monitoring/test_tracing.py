@@ -91,6 +91,14 @@ def test_a_turn_from_the_client_to_the_engine(traced: Traced, stream: bool) -> N
     assert set(traced.receiver.requests) == {("/v1/traces", "application/x-protobuf", "rollouts")}
 
 
+def test_a_text_completion(traced: Traced) -> None:
+    trace = secrets.token_hex(16)
+    headers = {"traceparent": f"00-{trace}-{_PARENT}-01"}
+    traced.client.post("/v1/completions", json={"model": "tiny", "prompt": "Hi"}, headers=headers)
+    call = _named(traced.wait(trace), "text_completion tiny")
+    assert call.attributes["gen_ai.operation.name"] == "text_completion"
+
+
 def test_a_trace_that_the_client_did_not_begin_or_does_not_want(traced: Traced) -> None:
     unwanted = secrets.token_hex(16)
     sent = []

@@ -75,3 +75,6 @@ def test_the_first_append_of_each_kind_is_audited(load: Load, auditor: Auditor) 
     wait_until(lambda: _audited(auditor, "same") == 4)
     auditor.consider(tokenizer, _history("Hi"), _NEW, Rendering(add_generation_prompt=False))
     wait_until(lambda: _audited(auditor, "same") == 5)
+    tool = b'[{"type": "function", "function": {"name": "f", "parameters": {}}}]'
+    auditor.consider(tokenizer, _history("Hi"), _NEW, Rendering(tools=tool))
+    wait_until(lambda: _audited(auditor, "same") == 6)
