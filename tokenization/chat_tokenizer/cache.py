@@ -55,8 +55,10 @@ class BoundedCache(Generic[K, V]):
         return value
 
     def get(self, key: K) -> V | None:
-        """Return the value of `key`, or None if it has none. Neither counts nor refreshes the entry."""
+        """Return the value of `key`, or None if it has none. Does not count."""
         with self._lock:
+            if key in self._entries:
+                self._entries.move_to_end(key)
             return self._entries.get(key)
 
     def put(self, key: K, value: V) -> None:
