@@ -23,7 +23,7 @@ from tokenproxy.base.fields import NULL, join, parse, raw, raw_value, read
 from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response
 from tokenproxy.base.types import Fields, Headers
 from tokenproxy.engine.protocol import Engine, fetch
-from tokenproxy.engine.sse import events
+from tokenproxy.engine.sse import DONE, data_event, events
 
 if TYPE_CHECKING:
     from tokenproxy.engine.token_in import TokenRequest
@@ -135,8 +135,8 @@ class Derender:
             EngineBroken: a response of generate or derender is malformed.
         """
         async for data in events(response.chunks()):
-            if data == b"[DONE]":
-                yield b"data: [DONE]\n\n"
+            if data == DONE:
+                yield data_event(DONE)
                 continue
             event = parse_response(data, GENERATE_PATH)
             if "error" in event:

@@ -58,6 +58,10 @@ def replace_data(event: bytes, data: bytes) -> bytes:
     return b"".join(line + b"\n" for line in other) + data_event(data)
 
 
+DONE = b"[DONE]"
+"""The data of the last event of a stream, in OpenAI's format."""
+
+
 def data_event(data: bytes) -> bytes:
     r"""An event that is data alone: `data: a\ndata: b\n\n` of `a\nb`."""
     return b"data: " + data.replace(b"\n", b"\ndata: ") + b"\n\n"

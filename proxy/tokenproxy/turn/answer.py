@@ -19,7 +19,7 @@ from tokenproxy.base.fields import NULL, is_null, raw, raw_value
 from tokenproxy.base.http import EVENT_HEADERS, JSON_HEADERS, BytesResponse, Response, StreamResponse
 from tokenproxy.base.request import ChatRequest, EngineRoute, GivenIds, Visible
 from tokenproxy.base.types import Fields
-from tokenproxy.engine.sse import data_event, event_data, replace_data
+from tokenproxy.engine.sse import DONE, data_event, event_data, replace_data
 from tokenproxy.record.completion import Completion
 from tokenproxy.record.turn import new_id
 from tokenproxy.turn import parsing
@@ -29,8 +29,6 @@ from tokenproxy.turn.wire import REFUSALS, UsualChunk
 
 log = logging.getLogger("tokenproxy")
 
-DONE = b"[DONE]"
-"""The data of the event that ends a stream; it is not a chunk."""
 _NULL = msgspec.Raw(NULL)
 _PROMPT = "prompt_token_ids"
 _IDS_IN_CHOICE = {

@@ -26,7 +26,7 @@ from chat_tokenizer import (
 )
 from tokenproxy.base.errors import BadRequest, EngineBroken, Unsupported
 from tokenproxy.base.fields import NULL, flag, is_null, join, raw, raw_value, read, read_messages
-from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response
+from tokenproxy.base.http import JSON_HEADERS, BytesResponse, EngineRefused, Request
 from tokenproxy.base.request import RequiredPrefix
 from tokenproxy.base.types import Fields, Headers
 from tokenproxy.engine.protocol import fetch
@@ -119,14 +119,6 @@ def _prefix_of(taken: Fields, index: int) -> RequiredPrefix:
     return RequiredPrefix(f"messages[{index}].{PROMPT}", b"[%b]" % b",".join(parts), index)
 
 
-class PrefixRefused(Exception):
-    """The engine refused to render the messages; its response holds the reason."""
-
-    def __init__(self, response: Response) -> None:
-        super().__init__(f"the engine responded {response.status}")
-        self.response = response
-
-
 @dataclass(frozen=True, slots=True)
 class RenderedPrefix:
     """A rendering that begins with the required ids."""
@@ -155,7 +147,7 @@ async def render_with_prefix(
     Raises:
         BadRequest: the ids or messages are wrong, or do not belong together.
         Unsupported: the rendering has no position at which to join the ids.
-        PrefixRefused: the engine refuses the messages.
+        EngineRefused: the engine refuses the messages.
     """
     rendering = {name: fields[name] for name in _RENDERING if name in fields}
     try:
@@ -208,12 +200,12 @@ def in_vocabulary(raw: bytes, tokenizer: ChatTokenizer, field: str) -> list[int]
 
 
 async def _render(fields: Fields, headers: Headers, services: Services) -> dict[str, Any]:
-    """An engine's rendering of messages. Raises PrefixRefused, EngineBroken, and as `Fleet.ask`."""
+    """An engine's rendering of messages. Raises EngineRefused, EngineBroken, and as `Fleet.ask`."""
     readable = [pair for pair in headers if pair[0] != b"accept-encoding"]
     request = Request("POST", _TOKENIZE_PATH, readable, join(fields), repeatable=True)
     status, body = await services.fleet.ask(lambda replica: fetch(replica.engine, request))
     if status != 200:
-        raise PrefixRefused(BytesResponse(status, list(JSON_HEADERS), body))
+        raise EngineRefused(BytesResponse(status, list(JSON_HEADERS), body))
     try:
         rendered = msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -20,10 +20,9 @@ from tokenproxy.base.request import ChatRequest
 from tokenproxy.base.types import Fields, Headers
 from tokenproxy.engine.derender import parse_response, read_response_field
 from tokenproxy.engine.protocol import Engine, fetch
-from tokenproxy.engine.sse import data_event, events
+from tokenproxy.engine.sse import DONE, data_event, events
 from tokenproxy.turn import wire
 
-_DONE = b"[DONE]"
 _NULL = msgspec.Raw(NULL)
 _LIMITS = ("max_completion_tokens", "max_tokens")
 """The first that is set counts, as in vLLM."""
@@ -175,7 +174,7 @@ async def rest_events(
     """
     has_text = has_ended = False
     async for data in events(response.chunks()):
-        if data == _DONE:
+        if data == DONE:
             break
         fields = parse_response(data, _ROUTE)
         if not is_null(error := fields.get("error", _NULL)):

@@ -18,7 +18,7 @@ from tokenproxy.base.fields import is_null
 from tokenproxy.base.http import Response, read_and_close
 from tokenproxy.base.request import ResumePolicy
 from tokenproxy.base.types import Fields
-from tokenproxy.engine.sse import data_event
+from tokenproxy.engine.sse import DONE, data_event
 from tokenproxy.fleet.dispatch import Work
 from tokenproxy.fleet.replica import Replica
 from tokenproxy.record.completion import Completion as Recorded
@@ -139,7 +139,7 @@ class Resume:
             sampled += count
         if not told:
             yield usage_event(head, ids.check(prompt), sampled)
-        yield data_event(b"[DONE]")
+        yield data_event(DONE)
 
     async def whole(self, body: bytes, completion: Recorded) -> bytes | None:
         """A completion in which the choices that were aborted go on, or one that was sampled anew.

@@ -10,7 +10,7 @@ from functools import partial
 
 from tokenproxy.base.errors import ApiError, EngineBroken
 from tokenproxy.base.fields import raw_value
-from tokenproxy.base.http import BytesResponse, Response
+from tokenproxy.base.http import BytesResponse, EngineRefused, Response
 from tokenproxy.base.request import ChatRequest, EngineRoute
 from tokenproxy.engine.token_in import GenerateTokenIn
 from tokenproxy.fleet.model import FleetImages, FleetModel
@@ -28,7 +28,7 @@ from tokenproxy.record.vocabulary import Reason, Source
 from tokenproxy.turn import parsing
 from tokenproxy.turn.answer import Answer, Redactor, StreamedAnswer, limit_answer
 from tokenproxy.turn.reader import read_completion
-from tokenproxy.turn.required_prefix import PrefixRefused, render_with_prefix
+from tokenproxy.turn.required_prefix import render_with_prefix
 from tokenproxy.turn.resume import Resume
 from tokenproxy.turn.sending import PlannedTurn
 from tokenproxy.turn.services import Services
@@ -67,7 +67,7 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
         try:
             request = await history.echoes.resolve(request)
             turn = await plan_turn(request, services, claims)
-        except PrefixRefused as refused:
+        except EngineRefused as refused:
             await attempt.fail(refused.response.status)
             return refused.response
         recording = Recording(history, turn.plan, claims, turn.complete)
@@ -160,7 +160,7 @@ async def plan_turn(request: ChatRequest, services: Services, claims: Claims) ->
 
     Raises:
         BadRequest, Unsupported, NotReady: the prompt cannot be made; see `Planner.plan`.
-        PrefixRefused: the engine refuses to render the messages.
+        EngineRefused: the engine refuses to render the messages.
         EngineUnavailable, EngineTimeout, EngineBroken: no replica responds.
     """
     model = await services.fleet.served_model()

@@ -10,13 +10,13 @@ from weakref import WeakMethod
 from tokenproxy.base.errors import ApiError, EngineBroken
 from tokenproxy.base.fields import raw
 from tokenproxy.base.http import Response
-from tokenproxy.engine.sse import data_event, event_data, split_events
+from tokenproxy.engine.sse import DONE, data_event, event_data, split_events
 from tokenproxy.fleet.weight_state import WeightTag
 from tokenproxy.record.recorder import Recording
 from tokenproxy.record.retries import KEPT_BYTES, Attempt
 from tokenproxy.record.vocabulary import ABORTED
 from tokenproxy.turn import parsing, wire
-from tokenproxy.turn.answer import DONE, StreamedAnswer
+from tokenproxy.turn.answer import StreamedAnswer
 from tokenproxy.turn.reader import CompletionReader
 from tokenproxy.turn.rest import split_end
 from tokenproxy.turn.resume import Resume

@@ -10,7 +10,7 @@ import msgspec
 
 from tokenproxy.base.errors import BadRequest, NotFound, anthropic_error
 from tokenproxy.base.fields import join, parse, raw, raw_value, read
-from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response, json_response
+from tokenproxy.base.http import JSON_HEADERS, BytesResponse, EngineRefused, Request, Response, json_response
 from tokenproxy.base.request import ChatRequest, RequiredPrefix, media_kind
 from tokenproxy.base.types import Fields, Headers
 from tokenproxy.engine.protocol import fetch
@@ -28,7 +28,7 @@ from tokenproxy.formats.prompt_fields import (
 from tokenproxy.record.claims import Claims
 from tokenproxy.record.given import GivenPrompt
 from tokenproxy.record.vocabulary import Source
-from tokenproxy.turn.required_prefix import PrefixRefused, in_vocabulary, render_with_prefix, take_prefix
+from tokenproxy.turn.required_prefix import in_vocabulary, render_with_prefix, take_prefix
 from tokenproxy.turn.serve import plan_turn, served_model
 from tokenproxy.turn.services import Services
 from tokenproxy.turn.wire import problem_of
@@ -127,7 +127,7 @@ async def _keep_prefix(
     model = await services.fleet.served_model()
     try:
         spliced = await render_with_prefix(prefix, fields, headers, model, services)
-    except PrefixRefused as refused:
+    except EngineRefused as refused:
         return refused.response
     tokens = msgspec.json.decode(spliced.prompt, type=list[int])
     token_strs = None
