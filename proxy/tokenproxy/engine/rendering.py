@@ -32,9 +32,9 @@ _QUESTION, _ANSWER = _message("user", "What is 2 + 2?"), _message("assistant", "
 _CALL = _message("assistant", "", tool_calls=[_TOOL_CALL])
 _RESULT = _message("tool", "4", tool_call_id="call00001")
 _SYSTEM, _DEVELOPER = _message("system", "Be brief."), _message("developer", "Be brief.")
-Conversation = tuple[Sequence[Mapping[str, Any]], RenderOptions]
+RenderInput = tuple[Sequence[Mapping[str, Any]], RenderOptions]
 _PLAIN = RenderOptions()
-CONVERSATIONS: tuple[Conversation, ...] = (
+CONVERSATIONS: tuple[RenderInput, ...] = (
     ([_QUESTION], _PLAIN),
     ([_message("user", "What is 2 + 2?\n"), _ANSWER, _message("user", " Grüße,  in words: 四?")], _PLAIN),
     ([_QUESTION, _CALL, _RESULT], _PLAIN),
@@ -49,7 +49,7 @@ CONVERSATIONS: tuple[Conversation, ...] = (
     ([_QUESTION, _ANSWER, _SYSTEM, _QUESTION], _PLAIN),
 )
 """Rendered by the engine, and compared with a tokenizer. One that the engine refuses is skipped."""
-CONSUMED: tuple[Conversation, ...] = (
+CONSUMED: tuple[RenderInput, ...] = (
     CONVERSATIONS[1],
     ([_QUESTION, _CALL, _RESULT], _PLAIN),
     ([_SYSTEM, _QUESTION, _CALL, _RESULT, _ANSWER, _QUESTION], _PLAIN),
@@ -70,7 +70,7 @@ class RenderRoute:
 
     path: str
 
-    async def ids(self, engine: Engine, conversation: Conversation) -> list[int]:
+    async def ids(self, engine: Engine, conversation: RenderInput) -> list[int]:
         """The ids to which the engine renders a conversation.
 
         Raises:
@@ -134,7 +134,7 @@ async def consumed(engine: Engine) -> list[list[int] | None]:
 
 
 async def rendered(
-    engine: Engine, route: RenderRoute, conversations: Sequence[Conversation]
+    engine: Engine, route: RenderRoute, conversations: Sequence[RenderInput]
 ) -> list[list[int] | None]:
     """The ids of conversations; None for one that the route refuses.
 
@@ -143,7 +143,7 @@ async def rendered(
         ApiError: the engine does not respond.
     """
 
-    async def of(conversation: Conversation) -> list[int] | None:
+    async def of(conversation: RenderInput) -> list[int] | None:
         try:
             return await route.ids(engine, conversation)
         except InvalidMessages:

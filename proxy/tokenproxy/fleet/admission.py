@@ -39,7 +39,7 @@ _PIECE_BYTES = 4096
 """Contexts with equal beginnings share pieces of so many bytes of text or JSON, some thousand ids."""
 
 
-class Conversation:
+class ActiveConversation:
     """A conversation, with the ids of its context: all that was sent and sampled."""
 
     __slots__ = ("_estimated", "cache", "ids", "pieces", "replica", "running", "used", "waited_s")
@@ -106,10 +106,10 @@ class CacheUse:
         """How many contexts have room."""
         self._pieces: dict[bytes, tuple[int, int]] = {}
         """By piece, how many of the contexts begin with it, and its ids."""
-        self._idle: dict[Conversation, None] = {}
+        self._idle: dict[ActiveConversation, None] = {}
         """Conversations without a running request, the one idle for longest first."""
 
-    def fits(self, context: Conversation, idle_before: Callable[[], float]) -> bool:
+    def fits(self, context: ActiveConversation, idle_before: Callable[[], float]) -> bool:
         """Whether a context has room. Those that are idle for too long lose theirs if need be.
 
         Args:
@@ -128,11 +128,11 @@ class CacheUse:
         """Whether the cache is large enough for a context of so many ids, as far as its size is known."""
         return 0 < self.size >= ids + self._block_ids
 
-    def _shared(self, context: Conversation) -> int:
+    def _shared(self, context: ActiveConversation) -> int:
         """Ids of a context without room that are in use already."""
         return sum([self._pieces[piece][1] for piece in context.pieces if piece in self._pieces])
 
-    def hold(self, context: Conversation, ids: int) -> None:
+    def hold(self, context: ActiveConversation, ids: int) -> None:
         """Give room to a context of so many ids, of which a request begins, whether or not it fits."""
         if context.cache is not None:
             context.cache.remove(context)
@@ -144,18 +144,18 @@ class CacheUse:
         while self.ids > self.size and self._idle:
             self.remove(next(iter(self._idle)))
 
-    def pause(self, context: Conversation) -> None:
+    def pause(self, context: ActiveConversation) -> None:
         """Take note that the last running request of a conversation ended."""
         self._idle[context] = None
 
-    def remove(self, context: Conversation) -> None:
+    def remove(self, context: ActiveConversation) -> None:
         """Take the room from a context that has it here."""
         context.cache = None
         self.contexts -= 1
         self._idle.pop(context, None)
         self.count(context, -1)
 
-    def count(self, context: Conversation, one: int) -> None:
+    def count(self, context: ActiveConversation, one: int) -> None:
         """Add the ids of a context (1), or take them out (-1). Each piece counts once."""
         self.ids += one * (context.ids + self._block_ids)
         for piece, ids in context.pieces.items():
@@ -171,7 +171,7 @@ class Conversations:
 
     idle_s: float = IDLE_S
     clock: Callable[[], float] = time.monotonic
-    _active: OrderedDict[str, Conversation] = field(default_factory=OrderedDict)
+    _active: OrderedDict[str, ActiveConversation] = field(default_factory=OrderedDict)
     """The one used least recently first."""
     _counts: Counter[str] = field(default_factory=Counter)
     """How many are on each replica."""
@@ -179,11 +179,11 @@ class Conversations:
     """Seconds between two turns of a conversation, the latest last; infinite where no other turn followed."""
     _first_finish: float = math.inf
 
-    def find(self, key: str) -> Conversation | None:
+    def find(self, key: str) -> ActiveConversation | None:
         """A conversation; None if it is not active."""
         return self._active.get(key)
 
-    def begin(self, routing: "Routing", replica: "Replica", first: Conversation | None = None) -> None:
+    def begin(self, routing: "Routing", replica: "Replica", first: ActiveConversation | None = None) -> None:
         """Count a request of a conversation that is sent to a replica, whose cache gives it room.
 
         Args:
@@ -193,7 +193,7 @@ class Conversations:
         key = routing.conversation
         active = self._active.get(key)
         if active is None:
-            active = self._active[key] = first or Conversation()
+            active = self._active[key] = first or ActiveConversation()
             self._counts[replica.name] += 1
         else:
             if routing.completion and not active.running:
@@ -273,7 +273,7 @@ class Conversations:
                 self._pauses.append(math.inf)
                 self.end(key)
 
-    def _use(self, key: str, active: Conversation) -> None:
+    def _use(self, key: str, active: ActiveConversation) -> None:
         active.used = self.clock()
         self._active.move_to_end(key)
 
@@ -286,7 +286,7 @@ class Admission:
         self._conversations = fleet.conversations
         self._key = routing.conversation if routing.completion else ""
         active = fleet.conversations.find(self._key)
-        self.conversation = active or Conversation(routing.context_ids, routing.beginning)
+        self.conversation = active or ActiveConversation(routing.context_ids, routing.beginning)
         self.wait_s = fleet.admission_wait_s - self.conversation.waited_s
         self.priority = Priority.ADMITTED
         if self._key and not self.conversation.has_room and self.wait_s > 0:

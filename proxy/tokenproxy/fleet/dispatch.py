@@ -22,7 +22,7 @@ import msgspec
 from tokenproxy.base.errors import ApiError, EngineBroken, EngineTimeout, EngineUnavailable
 from tokenproxy.base.http import BytesResponse, Response, header, is_event_stream
 from tokenproxy.engine.sse import whole_events
-from tokenproxy.fleet.admission import Conversation
+from tokenproxy.fleet.admission import ActiveConversation
 from tokenproxy.fleet.choosing import Routing
 from tokenproxy.fleet.replica import Replica
 from tokenproxy.monitoring.exchange import queued
@@ -152,7 +152,7 @@ class Run:
     """A request that counts as running on a replica until it ends; the response, if that is a stream."""
 
     def __init__(
-        self, fleet: "Fleet", replica: Replica, routing: Routing, first: Conversation | None = None
+        self, fleet: "Fleet", replica: Replica, routing: Routing, first: ActiveConversation | None = None
     ) -> None:
         """Count the request as running.
 

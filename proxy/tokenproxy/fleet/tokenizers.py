@@ -31,7 +31,7 @@ from tokenproxy.engine.rendering import (
     CONSUMED,
     CONVERSATIONS,
     TOKENIZE,
-    Conversation,
+    RenderInput,
     RenderRoute,
     consumed,
     find_route,
@@ -227,13 +227,13 @@ def _mismatch(tokenizer: ChatTokenizer, engine: Engine) -> Unsupported:
 
 
 def _shown(
-    conversations: Sequence[Conversation], ids: Sequence[list[int] | None]
-) -> list[tuple[Conversation, list[int]]]:
+    conversations: Sequence[RenderInput], ids: Sequence[list[int] | None]
+) -> list[tuple[RenderInput, list[int]]]:
     """The conversations that an engine renders, with their ids."""
     return [(each, found) for each, found in zip(conversations, ids, strict=False) if found is not None]
 
 
-def _agrees(tokenizer: ChatTokenizer, renderings: Sequence[tuple[Conversation, list[int]]]) -> bool:
+def _agrees(tokenizer: ChatTokenizer, renderings: Sequence[tuple[RenderInput, list[int]]]) -> bool:
     """Whether a tokenizer renders every conversation as the engine does."""
     try:
         return all(
@@ -276,7 +276,7 @@ class EngineRenderings:
                 f"no engine rendered the messages within {RENDER_TIMEOUT_S:.0f} s"
             ) from error
 
-    async def _render(self, conversation: Conversation) -> list[int]:
+    async def _render(self, conversation: RenderInput) -> list[int]:
         self.engines[:] = [*self.engines[1:], *self.engines[:1]]  # they take turns
         problem = "none of them responds"
         for engine in list(self.engines):

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.fleet.conftest import Clock
 from tests.unit.fleet.test_conversations import begin
-from tokenproxy.fleet.admission import CacheUse, Conversation, Conversations
+from tokenproxy.fleet.admission import ActiveConversation, CacheUse, Conversations
 
 
 def _never() -> float:
@@ -15,12 +15,12 @@ def _never() -> float:
 
 def test_ids_that_several_contexts_begin_with_count_once() -> None:
     cache, prompt = CacheUse(10_000), b"a" * 8192
-    group = [Conversation(2_000, [prompt]) for _ in range(4)]
+    group = [ActiveConversation(2_000, [prompt]) for _ in range(4)]
     for context in group:
         assert cache.fits(context, _never)
         cache.hold(context, 2_000)
     assert cache.ids == 2_000
-    other = Conversation(2_000, [prompt[:4096] + b"b" * 4096])
+    other = ActiveConversation(2_000, [prompt[:4096] + b"b" * 4096])
     cache.hold(other, 2_000)
     assert cache.ids == 3_000
     cache.remove(other)
@@ -35,7 +35,7 @@ def test_ids_that_several_contexts_begin_with_count_once() -> None:
 def test_use_is_that_of_the_contexts_with_room_whatever_happened_before() -> None:
     draw, cache = random.Random(1), CacheUse(50_000)
     texts = [bytes([97 + draw.randrange(2)]) * draw.choice([100, 5_000, 9_000]) for _ in range(6)]
-    contexts = [Conversation(len(text) // 4, [text]) for text in texts for _ in range(4)]
+    contexts = [ActiveConversation(len(text) // 4, [text]) for text in texts for _ in range(4)]
     for step in range(2_000):
         context = draw.choice(contexts)
         match draw.randrange(4):
@@ -57,7 +57,7 @@ def test_use_is_that_of_the_contexts_with_room_whatever_happened_before() -> Non
 
 def test_a_context_that_outgrows_the_cache_takes_the_room_of_the_one_idle_for_longest() -> None:
     cache = CacheUse(1_000)
-    running, first, second = (Conversation(300) for _ in range(3))
+    running, first, second = (ActiveConversation(300) for _ in range(3))
     for context in (running, second, first):
         cache.hold(context, 300)
     cache.pause(first)
@@ -70,14 +70,14 @@ def test_a_context_that_outgrows_the_cache_takes_the_room_of_the_one_idle_for_lo
 
 def test_each_context_takes_a_block_more_than_it_has_ids() -> None:
     cache = CacheUse(1_000, 100)
-    cache.hold(Conversation(), 400)
-    assert cache.fits(Conversation(400), _never)
-    assert not cache.fits(Conversation(401), _never)
+    cache.hold(ActiveConversation(), 400)
+    assert cache.fits(ActiveConversation(400), _never)
+    assert not cache.fits(ActiveConversation(401), _never)
     assert (cache.ids, cache.can_hold(900), cache.can_hold(901)) == (500, True, False)
 
 
 def test_idle_contexts_make_room_only_after_a_while() -> None:
-    cache, idle, new = CacheUse(1_000), Conversation(600), Conversation(600)
+    cache, idle, new = CacheUse(1_000), ActiveConversation(600), ActiveConversation(600)
     cache.hold(idle, 600)
     assert not cache.fits(new, lambda: 9.0), "its request runs"
     idle.used = 5.0
@@ -89,7 +89,7 @@ def test_idle_contexts_make_room_only_after_a_while() -> None:
 
 
 def test_nobody_has_room_in_the_cache_of_an_engine_that_is_gone() -> None:
-    cache, context = CacheUse(1_000), Conversation(600)
+    cache, context = CacheUse(1_000), ActiveConversation(600)
     cache.hold(context, 600)
     cache.size = 0
     assert not context.has_room
