@@ -32,7 +32,6 @@ from tokenproxy.fleet.admin_calls import (
 from tokenproxy.fleet.fleet import Fleet
 from tokenproxy.fleet.replica import Replica
 from tokenproxy.fleet.weight_state import Failure, FleetState
-from tokenproxy.fleet.weights import Stored
 from tokenproxy.monitoring.metrics import Metrics
 
 log = logging.getLogger("tokenproxy")
@@ -195,7 +194,7 @@ class _Call:
             state = replace(state, paused="") if awake and not self._only else state
         elif not self._only:
             state = self._progressed(state, done)
-        if state != weights.state or weights.stored is not Stored.SAME:
+        if state != weights.state or weights.ahead or weights.ends_pause:
             await weights.change(state)
         for replica in fleet.replicas:
             replica.report_state()

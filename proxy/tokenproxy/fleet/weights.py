@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections.abc import Iterable
 from contextvars import Context
-from enum import StrEnum
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -50,17 +49,6 @@ _MARGIN_S = 30.0
 """An update fails if nothing happens in it for this much longer than a call may take."""
 
 
-class Stored(StrEnum):
-    """The state in the store, compared with that of this process."""
-
-    SAME = "same"
-    """What other processes write there is adopted."""
-    BEHIND = "behind"
-    """This process has changed the state and not written it yet: what it reads does not count."""
-    RESUMED = "resumed"
-    """Other processes were told that a pause ends, which lasts here until the engines resumed."""
-
-
 class Weights:
     """The weights of one fleet."""
 
@@ -76,7 +64,10 @@ class Weights:
         """Shares the state with other processes; None keeps it in this one."""
         self.calls = 0
         """Admin calls of this process that run."""
-        self.stored = Stored.SAME
+        self.ahead = False
+        """Whether this process changes the state, so that what it reads in the store does not count."""
+        self.ends_pause = False
+        """Whether other processes were told that a pause ends, which lasts here until the engines resumed."""
         self.outdated = False
         """Whether the state must be read before a request is sent: no turn ran, so that it was not read."""
         self._fleet = fleet
@@ -122,7 +113,7 @@ class Weights:
 
     async def change(self, state: FleetState, *, adopt: bool = True) -> None:
         """Let other processes learn of a state, and adopt it, unless that follows."""
-        self.stored = Stored.BEHIND if adopt else Stored.RESUMED
+        self.ahead, self.ends_pause = True, not adopt
         if adopt:
             self._adopt(state)
         await self._write(state)
@@ -209,9 +200,9 @@ class Weights:
                 if not self._readable:
                     log.info("the weights that other processes set can be read again")
                 self._readable = True
-                if self.stored is Stored.RESUMED:
+                if self.ends_pause:
                     state = replace(state, paused=old.paused)
-                if self.state is old and self.stored is not Stored.BEHIND and state != old:
+                if self.state is old and not self.ahead and state != old:
                     self._learn(state)
             self._last_read, self.outdated = number, False
             return self._readable
@@ -242,7 +233,7 @@ class Weights:
         if new.revision != old.revision and new.version is not None:
             log.info("the weights of the fleet are version %s", new.version)
             for tag in self._tags:
-                paused = bool(old.paused or new.paused) and self.stored is not Stored.RESUMED
+                paused = bool(old.paused or new.paused) and not self.ends_pause
                 tag.named(new.version, paused=paused)
             self.ask_again(self._fleet.replicas)
         if old.paused and not new.paused:
@@ -281,12 +272,15 @@ class Weights:
                 log.error("other processes do not learn of the fleet's weights yet: %s", error)
             else:
                 if state is self.state:
-                    self.stored = Stored.SAME
+                    self.ahead = False
+        """Whether this process changes the state, so that what it reads in the store does not count."""
+        self.ends_pause = False
+        """Whether other processes were told that a pause ends, which lasts here until the engines resumed."""
 
     async def _watch(self) -> None:
         often = self.state.paused and self.shared
         await asyncio.sleep(_PAUSED_TICK_S if often else _TICK_S)
-        if self.stored is not Stored.SAME and not self.calls:
+        if self.ahead and not self.calls:
             await self._write(self.state)
         idle = not (self._tags or self.suspension.active or self._fleet.queue.waiting)
         if idle and not self._asks_now():
