@@ -83,7 +83,7 @@ class Claims:
             try:
                 await self._pins.store.release(turn)
             except StoreError as error:
-                error.report(self._pins.metrics, "a turn that was claimed in vain stays claimed for a while")
+                error.report(self._pins.metrics, "a turn that was claimed in vain may stay claimed")
 
     async def take(self, key: bytes, ids: bytes) -> str | None:
         """Claim a turn of those with equal ids under a key; None if none is open. Raises StoreError."""

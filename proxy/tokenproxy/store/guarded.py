@@ -95,6 +95,8 @@ class GuardedStore:
         self._since: float | None = None
         self._error: StoreError | None = None
         """The last one, and since when something is wrong; None while all is well."""
+        self._late: set[asyncio.Task[None]] = set()
+        """Releases of turns that were claimed too late."""
 
     def __getattr__(self, name: str) -> Any:
         """A call of the store, made within its limits."""
@@ -134,6 +136,8 @@ class GuardedStore:
             if self._backlog:
                 await asyncio.wait({recovery}, timeout=self._guard.close_s)
             recovery.cancel()
+        if self._late:
+            await asyncio.wait(self._late, timeout=self._guard.close_s)
         if self._opening is not None:
             self._opening.cancel()
         lost, documents = self._backlog.turns(), self._backlog.documents
@@ -221,12 +225,24 @@ class GuardedStore:
         return here | await self._call("get", self._store.get, space, names, complete=complete)
 
     async def claim(self, key: bytes, ids: bytes) -> str | None:
-        """See `Store.claim`."""
-        while turn := await self._call("claim", self._store.claim, key, ids):
-            # one that a waiting turn continues is not open, although the store does not know yet
-            if not any(each.parent == turn for each in self._backlog.turns().values()):
-                break
-        return turn
+        """See `Store.claim`. A turn that is claimed too late is released."""
+        claimed: list[asyncio.Future[str | None]] = []
+
+        def claim() -> Awaitable[str | None]:
+            claimed.append(asyncio.ensure_future(self._store.claim(key, ids)))
+            return asyncio.shield(claimed[-1])
+
+        try:
+            while turn := await self._call("claim", claim):
+                # one that a waiting turn continues is not open, although the store does not know yet
+                if not any(each.parent == turn for each in self._backlog.turns().values()):
+                    break
+            return turn
+        except BaseException:  # cancellation too: no other request could use a turn that stays claimed
+            if claimed and not (claimed[-1].done() and claimed[-1].exception()):
+                self._late.add(task := asyncio.create_task(self._release_late(claimed[-1])))
+                task.add_done_callback(self._late.discard)
+            raise
 
     async def path(self, turn: str) -> list[Turn]:
         """See `Store.path`."""
@@ -350,3 +366,10 @@ class GuardedStore:
             # changes nothing, because no rollout has this name
             await self._timed("pin", self._store.pin("", 0.0))
         self._failures["write"] = 0
+
+    async def _release_late(self, claiming: "asyncio.Future[str | None]") -> None:
+        try:
+            if turn := await claiming:
+                await self._store.release(turn)
+        except StoreError as error:
+            error.report(self._metrics, "a turn that was claimed in vain may stay claimed")

@@ -257,6 +257,25 @@ async def test_a_document_that_is_refused_keeps_nothing_waiting(store: GuardedSt
         await store.put(DOCUMENTS, "big", b"{}")
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_claim_that_comes_too_late_is_released(
+    store: GuardedStore, inner: Patient, leaves: bool
+) -> None:
+    turn, group = make_turn(), (digest_of("k"), digest_of("ids"))
+    await add(store, turn, entry("k", "ids"))
+    inner.held = {"claim"}
+    with store_time(15.0 if leaves else _STALLED_S):
+        claiming = asyncio.create_task(store.claim(*group))
+    await until(lambda: "claim" in inner.calls)
+    if leaves:
+        claiming.cancel()
+    with pytest.raises(asyncio.CancelledError if leaves else StoreStalled):
+        await claiming
+    inner.held.clear()
+    await until(lambda: "release" in inner.calls)
+    assert await store.claim(*group) == turn.id
+
+
 @pytest.mark.parametrize("limits", [{"most_turns": 3}, {"most_bytes": 4000}])
 async def test_too_many_turns_are_lost_and_counted(
     make: Callable[..., GuardedStore], inner: Patient, limits: dict[str, int]
