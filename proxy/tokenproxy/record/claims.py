@@ -17,7 +17,7 @@ from tokenproxy.record.store import Store, StoreError
 log = logging.getLogger("tokenproxy")
 
 LEASE_S = 60.0
-"""Seconds for which a pin or a claim holds if its process dies."""
+"""Seconds for which a pin holds if its process dies."""
 _RENEW_S = LEASE_S / 3
 CLOSE_TIMEOUT_S = 10.0
 """Seconds that closing waits for running recordings."""

@@ -298,8 +298,6 @@ class Store(Protocol):
     async def claim(self, key: bytes, ids: bytes) -> str | None:
         """Choose an open turn of a group that `find` returned, so that no other request takes it.
 
-        It stays claimed for `LEASE_S`, and after that as long as its rollout is pinned.
-
         A guarded store releases a turn that is claimed after its caller left.
 
         Returns:

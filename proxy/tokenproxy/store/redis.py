@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tokenproxy.record.claims import LEASE_S
 from tokenproxy.record.store import (
     DESCRIPTION,
     LAST_POSITION,
@@ -133,22 +132,17 @@ class RedisStore:
             states = await self._servers.run_each(
                 [Call("HGET", [_rollout_keys(each.rollout)[2]], [each.turn]) for each in candidates]
             )
-            for (turn, rollout), state in zip(candidates, states, strict=True):
-                if turn and await self._is_open(rollout, state):
-                    args = (turn, state or b"", f"claimed{time.time() + LEASE_S}")
-                    if await self._servers.run(scripts.CLAIM, _rollout_keys(rollout), *args):
-                        return turn
+            for candidate, state in zip(candidates, states, strict=True):
+                names = _rollout_keys(candidate.rollout)
+                if (
+                    candidate.turn
+                    and state is None
+                    and await self._servers.run(scripts.CLAIM, names, candidate.turn)
+                ):
+                    return candidate.turn
             if len(members) < _PAGE:
                 return None
             high = b"(" + members[-1]
-
-    async def _is_open(self, rollout: str, state: bytes | None) -> bool:
-        """Whether a turn may be claimed: it never was, or by a request that pins its rollout no longer."""
-        if state in (None, b"continued"):
-            return state is None
-        session, now = await self.session(rollout), time.time()
-        until = float(state.removeprefix(b"claimed") or 0)
-        return max(until, session.pinned_until if session else 0.0) <= now
 
     async def release(self, turn: str) -> None:
         """See `Store.release`."""

@@ -5,8 +5,8 @@
     tokenproxy:turn:TURN           string: the rollout of a turn
     tokenproxy:{s/ROLLOUT}:turns   hash: turn to packed turn
     tokenproxy:{s/ROLLOUT}:entries hash: turn to its parent, prompt_turn and index entries, as `pack_parts`
-    tokenproxy:{s/ROLLOUT}:state   hash: turn to `continued`, or to `claimed` and until when; `bytes` and
-                                   `sampled`: of its turns, and the number of their sampled ids
+    tokenproxy:{s/ROLLOUT}:state   hash: turn to `claimed` or `continued`; `bytes` and `sampled`: of its
+                                   turns, and the number of their sampled ids
     tokenproxy:{v/SPACE}:values    hash: name to packed value
     tokenproxy:{v/SPACE}:expiry    sorted set: names by the time when they expire
     tokenproxy:{v/SPACE}:bytes     string: bytes of the values
@@ -148,14 +148,15 @@ return found
 prompts for them, in any order; nothing if a turn of the path is missing."""
 
 CLAIM = """
-local state = redis.call('HGET', KEYS[3], ARGV[1]) or ''
-local open = redis.call('HEXISTS', KEYS[1], ARGV[1]) == 1 and state == ARGV[2]
-return open and redis.call('HSET', KEYS[3], ARGV[1], ARGV[3]) and 1 or 0
+if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then
+    return 0
+end
+return redis.call('HSETNX', KEYS[3], ARGV[1], 'claimed')
 """
-"""Keys: as `ADD`. Arguments: turn, its state or '', its next state. Reply: 1 if it was in that state."""
+"""Keys: as `ADD`. Arguments: turn. Reply: 1 if it was open."""
 
 RELEASE = """
-if redis.call('HGET', KEYS[3], ARGV[1]) ~= 'continued' then
+if redis.call('HGET', KEYS[3], ARGV[1]) == 'claimed' then
     redis.call('HDEL', KEYS[3], ARGV[1])
 end
 """

@@ -7,7 +7,6 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from tokenproxy.record.claims import LEASE_S
 from tokenproxy.record.store import DESCRIPTION, Before, Evicted, FeedPage, Limits, Session, Unreadable
 from tokenproxy.record.turn import Found, IndexedTurn, Turn
 from tokenproxy.record.vocabulary import Cause
@@ -25,8 +24,7 @@ from tokenproxy.store.packed import (
 from tokenproxy.store.sqlite_threads import Database, MemoryDatabase
 
 _OPEN = """
-SELECT turn FROM entries CROSS JOIN turns ON turns.id = turn WHERE key = :key AND ids = :ids AND (state = 0
-    OR state <> 2 AND state <= :now AND (SELECT pinned_until FROM sessions WHERE id = rollout) <= :now)
+SELECT turn FROM entries CROSS JOIN turns ON turns.id = turn WHERE key = ? AND ids = ? AND state = 0
 ORDER BY turn DESC LIMIT 1
 """
 
@@ -68,19 +66,17 @@ class SqliteStore:
 
     async def claim(self, key: bytes, ids: bytes) -> str | None:
         """See `Store.claim`."""
-        now = time.time()
 
         def work(connection: sqlite3.Connection) -> str | None:
-            row = connection.execute(_OPEN, {"key": key, "ids": ids, "now": now}).fetchone()
-            claimed = "UPDATE turns SET state = ? WHERE id = ?"
-            connection.execute(claimed, (int(now + LEASE_S), row[0] if row else ""))
+            row = connection.execute(_OPEN, (key, ids)).fetchone()
+            connection.execute("UPDATE turns SET state = 1 WHERE id = ?", row or ("",))
             return row[0] if row else None
 
         return await self._database.write(work)
 
     async def release(self, turn: str) -> None:
         """See `Store.release`."""
-        query = "UPDATE turns SET state = 0 WHERE id = ? AND state <> 2"
+        query = "UPDATE turns SET state = 0 WHERE id = ? AND state = 1"
         await self._database.write(lambda connection: connection.execute(query, (turn,)).rowcount)
 
     async def pin(self, rollout: str, until: float) -> bool:

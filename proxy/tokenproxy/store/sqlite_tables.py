@@ -87,8 +87,7 @@ CREATE TRIGGER value_removed AFTER DELETE ON kept BEGIN
 PRAGMA application_id = {_APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 """
-"""`state` of a turn: 0 open, 2 continued, else until when it is claimed at least. `last` of `totals` is the
-last position of the feed."""
+"""`state` of a turn: 0 open, 1 claimed, 2 continued. `last` of `totals` is the last position of the feed."""
 _STATEMENTS = [statement.strip() for statement in _SCHEMA.split(";\n") if statement.strip()]
 _CREATED = {" ".join(each.split()) for each in _STATEMENTS if each.startswith("CREATE")}
 """What SQLite keeps of the statements, each as one line."""

@@ -1,12 +1,8 @@
 """Several processes that share a store: here two stores that are open at once, and one that opens later."""
 
 import asyncio
-import time
-
-import pytest
 
 from tests.support.store_utils import Usage, add, digest_of, entry, make_session, make_turn, opened, usage
-from tokenproxy.record.claims import LEASE_S
 from tokenproxy.record.vocabulary import Cause
 
 
@@ -23,23 +19,6 @@ async def test_one_of_two_gets_a_turn_or_a_value(shared_url: str) -> None:
             assert sorted(await asyncio.gather(*new)) == [False, True]
             removed = await asyncio.gather(*(store.put("x", "k", None) for store in (first, second)))
             assert sorted(removed) == [False, True]
-
-
-async def test_a_claim_ends_with_the_pin_of_a_process_that_is_killed(
-    shared_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    turn, now = make_turn(), time.time()
-    async with opened(shared_url) as killed, opened(shared_url) as other:
-        await add(killed, turn, entry("k", "ids"))
-        assert await killed.claim(digest_of("k"), digest_of("ids")) == turn.id
-        await killed.pin("r", now + 2 * LEASE_S)
-        for passed, open_again in ((1.0, False), (1.5 * LEASE_S, False), (3 * LEASE_S, True)):
-            monkeypatch.setattr(time, "time", lambda passed=passed: now + passed)
-            claims = [await other.claim(digest_of("k"), digest_of("ids")) for _ in range(2)]
-            assert claims == [turn.id if open_again else None, None]
-        await add(other, make_turn(parent=turn.id))
-        monkeypatch.setattr(time, "time", lambda: now + 9 * LEASE_S)
-        assert await other.claim(digest_of("k"), digest_of("ids")) is None
 
 
 async def test_changes_are_visible_to_all_at_once(shared_url: str) -> None:
