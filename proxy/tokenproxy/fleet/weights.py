@@ -271,11 +271,7 @@ class Weights:
             except SharedError as error:
                 log.error("other processes do not learn of the fleet's weights yet: %s", error)
             else:
-                if state is self.state:
-                    self.ahead = False
-        """Whether this process changes the state, so that what it reads in the store does not count."""
-        self.ends_pause = False
-        """Whether other processes were told that a pause ends, which lasts here until the engines resumed."""
+                self.ahead = state is not self.state and not self.ends_pause
 
     async def _watch(self) -> None:
         often = self.state.paused and self.shared

@@ -264,7 +264,7 @@ async def test_a_claim_that_comes_too_late_is_released(
     turn, group = make_turn(), (digest_of("k"), digest_of("ids"))
     await add(store, turn, entry("k", "ids"))
     inner.held = {"claim"}
-    with store_time(15.0 if leaves else _STALLED_S):
+    with StoreTime(15.0 if leaves else _STALLED_S):
         claiming = asyncio.create_task(store.claim(*group))
     await until(lambda: "claim" in inner.calls)
     if leaves:
