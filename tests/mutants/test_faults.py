@@ -40,7 +40,8 @@ class Fault:
         """The module's file, relative to the root of the repository."""
         names = self.function.partition(":")[0].split(".")
         module = Path("proxy" if names[0] == "tokenproxy" else "tokenization", *names)
-        return module / "__init__.py" if (_ROOT / module).is_dir() else module.with_suffix(".py")
+        package = module / "__init__.py"  # a folder alone may be left of a package that became a file
+        return package if (_ROOT / package).is_file() else module.with_suffix(".py")
 
     def planted(self, source: str) -> str:
         """The source of the module with the fault. Raises LookupError if the fault no longer applies."""
