@@ -92,7 +92,8 @@ class CompletionReader:
         self.ended: list[_Sampled] = []
         """Choices that ended, and that `rest` has not returned yet."""
         self._expected = expected
-        self._ended = 0
+        self._closed = 0
+        """How many choices have ended."""
         self._choices: dict[int, _Sampled] = {}
         self._cached_tokens: int | None = None
         self._echoes = [_Echo(sent)] if batch is None else [_Echo(prompt) for prompt in batch.prompts]
@@ -142,7 +143,7 @@ class CompletionReader:
             if choice.finish_reason:
                 streamed.closed = True
                 self.ended.append(streamed)
-                self._ended += 1
+                self._closed += 1
 
     def progress(self) -> dict[int, int] | None:
         """Number of sampled ids that arrived, by the index of the choice; None if some came without ids."""
@@ -173,7 +174,7 @@ class CompletionReader:
     @property
     def complete(self) -> bool:
         """Whether all choices have ended."""
-        return self._ended >= self._expected
+        return self._closed >= self._expected
 
     @property
     def awaits_usage(self) -> bool:

@@ -76,7 +76,7 @@ class ModelAliases:
             self._aliases.append((pattern.replace("[", "[[]").replace("?", "[?]"), model))
         self._clock = clock
         self._asked: dict[str, float] = {}
-        """When the engines said that they do not serve a name, on `clock`."""
+        """When, on `clock`, the engines were last asked for each name that they do not serve."""
 
     def __bool__(self) -> bool:
         """Whether there are any."""

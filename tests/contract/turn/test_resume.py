@@ -280,7 +280,7 @@ def test_a_break_after_the_last_id(tiny_model: TinyModel) -> None:
 
 
 def test_a_break_at_the_end_of_the_context(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No id fits after the sampled ones, whatever the request allows."""
+    """The context is full: the turn ends, although the request allows more ids."""
     most = len(tiny_model.render([user("Hi")])) + 5
     monkeypatch.setattr(FakeVllm, "max_model_len", most)
     for fields in ({}, {"max_tokens": 50}):

@@ -1,4 +1,4 @@
-"""What a request leaves behind."""
+"""An observed request is freed at once."""
 
 import asyncio
 import gc
