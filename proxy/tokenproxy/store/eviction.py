@@ -25,12 +25,11 @@ _CLOCK = "clock"
 class Evicting(Store, Protocol):
     """A store, as its `Eviction` sees it."""
 
-    async def held_bytes(self) -> int:
-        """Bytes of turns and descriptions."""
-        ...
+    async def oldest(self, after: float, limit: int) -> tuple[int, list[Session]]:
+        """Bytes of all turns and descriptions, and sessions with a greater `used`, in ascending order.
 
-    async def oldest(self, after: float, limit: int) -> list[Session]:
-        """Sessions with a greater `used`, in ascending order."""
+        Both at the same time: if others evict between the two, the bytes are more than the sessions explain.
+        """
         ...
 
     async def remove(self, rollout: str, now: float) -> bool:
@@ -73,12 +72,12 @@ class Eviction:
         gone: list[Evicted] = []
         async with self._lock:
             read = await acknowledged_by_all(store)
-            held = before = await store.held_bytes()
+            held, page = await store.oldest(-1.0, _PAGE)
+            before, after = held, -1.0
             # below the limit, so that not every call evicts
-            target = most * 9 // 10 if held > most else held
+            target = most * 9 // 10 if held > most else most
             own_session: Session | None = None
-            after = -1.0
-            while page := await store.oldest(after, _PAGE):
+            while page:
                 chosen = []
                 for session in page:
                     if held <= target and session.used >= too_old:
@@ -92,6 +91,7 @@ class Eviction:
                 gone += await self._remove(chosen, read, now)
                 if after < page[-1].used:
                     break
+                held, page = await store.oldest(after, _PAGE)
             else:
                 if own_session is not None and own_session.size > most and own_session.pinned_until <= now:
                     gone += await self._remove([own_session], read, now)

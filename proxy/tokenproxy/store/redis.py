@@ -234,13 +234,10 @@ class RedisStore:
         # the server's clock: the proxies' may differ
         return await self._eviction.of_old(await self._server_time())
 
-    async def held_bytes(self) -> int:
-        """See `Evicting.held_bytes`."""
-        return (await self._list(1, "one", ""))[0][0]
-
-    async def oldest(self, after: float, limit: int) -> list[Session]:
+    async def oldest(self, after: float, limit: int) -> tuple[int, list[Session]]:
         """See `Evicting.oldest`."""
-        return (await self._list(limit, "up", "used", f"({after!r}", "+inf"))[1]
+        (held, *_), sessions = await self._list(limit, "up", "used", f"({after!r}", "+inf")
+        return held, sessions
 
     async def remove(self, rollout: str, now: float) -> bool:
         """See `Evicting.remove`."""

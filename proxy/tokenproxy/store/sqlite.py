@@ -188,13 +188,15 @@ class SqliteStore:
         """See `Store.evict`."""
         return await self._eviction.of_old(time.time())
 
-    async def held_bytes(self) -> int:
-        """See `Evicting.held_bytes`."""
-        return (await self._database.read(tables.totals))[0]
-
-    async def oldest(self, after: float, limit: int) -> list[Session]:
+    async def oldest(self, after: float, limit: int) -> tuple[int, list[Session]]:
         """See `Evicting.oldest`."""
-        return await self._sessions("used > :after ORDER BY used", limit, after=after)
+        query, values = f"{tables.SESSIONS} WHERE used > :after ORDER BY used", {"after": after}
+
+        def work(connection: sqlite3.Connection) -> tuple[int, list[Session]]:
+            held, _ = tables.totals(connection)
+            return held, tables.read_sessions(connection, query, values, limit, self.unreadable)
+
+        return await self._database.read(work)
 
     async def remove(self, rollout: str, now: float) -> bool:
         """See `Evicting.remove`."""

@@ -55,6 +55,24 @@ async def test_adding_evicts_the_least_recently_used(url: str) -> None:
         assert await _evicted(store, keys) == {digest_of(name) for name in evicted_names}
 
 
+async def test_what_another_process_evicts_is_not_evicted_twice(
+    shared_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = Limits(max_bytes=_LIMIT)
+    async with opened(shared_url) as writer, opened(shared_url, limits) as one, opened(shared_url, limits) as two:
+        for number in range(80):
+            await _add(writer, f"r{number}")
+        oldest = two.oldest  # type: ignore[attr-defined]
+
+        async def after_the_other(after: float, limit: int) -> object:
+            await one.evict()
+            return await oldest(after, limit)
+
+        monkeypatch.setattr(two, "oldest", after_the_other)
+        assert await two.evict() == Evicted()
+        assert _TARGET * 0.9 < (await usage(writer)).size <= _TARGET
+
+
 async def test_saving_a_session_evicts_whole_rollouts(url: str) -> None:
     async with opened(url, Limits(max_bytes=_LIMIT)) as store:
         for name in ("old", "new"):
