@@ -9,7 +9,7 @@ import hashlib
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -147,22 +147,18 @@ def hash_ids(parent: CachedTurn | None, *packed: bytes) -> Any:
     return hasher
 
 
-def read_turn(
-    path: Sequence[Turn], in_cache: Callable[[str], CachedTurn | None] = lambda turn: None
-) -> CachedTurn:
-    """The last turn of a path from the store. Joins only the ids after the last cached turn of the path.
+def read_turn(path: Sequence[Turn], parent: CachedTurn | None = None) -> CachedTurn:
+    """The last turn of a path from the store.
+
+    Args:
+        parent: what the first turn of the path continues; None if the path is complete.
 
     Raises:
         RecordDamaged: they are not the ids that the turn was recorded with.
     """
-    parent, first = None, len(path)
-    while first > 0 and (parent := in_cache(path[first - 1].id)) is None:
-        first -= 1
-    if parent is not None and first == len(path):
-        return parent
     parts: list[bytes] = []
     count, complete = parent.count if parent else 0, True
-    for turn in path[first:]:
+    for turn in path:
         parts += turn.appended, turn.completion
         count += (len(turn.appended) + len(turn.completion)) // 4
         complete = complete and count == turn.prompt_tokens + turn.completion_tokens
@@ -172,7 +168,7 @@ def read_turn(
     tokens = unpack_ids(b"".join(parts))
     data = ids.join(parent.ids, tokens) if parent else ids.dump(tokens)
     complete = complete and count > 0
-    return cached_turn(path[first:], parent, data, hasher, complete=complete)
+    return cached_turn(path, parent, data, hasher, complete=complete)
 
 
 def cached_turn(

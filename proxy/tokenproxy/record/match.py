@@ -35,7 +35,7 @@ from tokenproxy.record.identity import (
     whole_key,
 )
 from tokenproxy.record.images import same_images
-from tokenproxy.record.store import Store, StoreError, session_id
+from tokenproxy.record.store import ALL, Store, StoreError, session_id
 from tokenproxy.record.turn import FOUND_AT_MOST, NOTHING, CandidateGroup, Found, PromptImage, Turn
 from tokenproxy.record.vocabulary import Reason
 
@@ -44,6 +44,8 @@ _LOOKUPS = (1, 64, 1024)
 continue the last turn of their history."""
 _PREFIX_LOOKUP = 192
 """Number of keys in one lookup of a prompt of ids."""
+_NEW_TURNS = 8
+"""Number of turns that are read first: another process rarely recorded more of a conversation meanwhile."""
 _EXPLAINED = 4
 """Number of recorded turns that are read to explain a miss."""
 
@@ -187,10 +189,20 @@ class Matcher:
 
     async def load(self, turn_id: str) -> CachedTurn | None:
         """A turn with its ids, from the cache or the store; None if it is gone."""
-        turn = self.cache.turn(turn_id)
-        if turn is None and (path := await self.store.path(turn_id)):
-            turn = await self.encoders.run(lambda: read_turn(path, self.cache.turn))
-            self.cache.put(turn, path[-1].parent)
+        missing: str | None = turn_id
+        new: list[Turn] = []
+        """Those that are not cached, the last first."""
+        part: list[Turn] = []
+        while missing is not None and (cached := self.cache.turn(missing)) is None:
+            part = part or await self.store.path(missing, ALL if new else _NEW_TURNS)
+            if not part:
+                return None
+            new.append(part.pop())
+            missing = new[-1].parent
+        if not new:
+            return cached
+        turn = await self.encoders.run(lambda: read_turn(new[::-1], cached))
+        self.cache.put(turn, new[0].parent)
         return turn
 
     async def _search(self, search: _Search) -> Match:
@@ -326,7 +338,7 @@ class Matcher:
         groups = [group for hits in (*found.values(), *more.values()) for group in hits.groups]
         if any(not each.turn for group in groups for each in group.candidates):
             return Reason.EVICTED
-        paths = [path for each in candidates if (path := await self.store.path(each.turn))]
+        paths = [path for each in candidates if (path := await self.store.path(each.turn, 1))]
         if not paths:
             return Reason.NO_MATCH
         before = conversation.strict_before(last)

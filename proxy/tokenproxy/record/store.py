@@ -46,6 +46,8 @@ DOCUMENTS = "documents"
 
 Before = bytes | None | EllipsisType
 """The value that a name must have, so that it gets another one; `...` for any."""
+ALL = 2**31 - 1
+"""A limit that nothing reaches."""
 LATEST_S = 2.0**33
 """Times are before the year 2242. From there on, a float does not tell microseconds apart."""
 LAST_POSITION = 2**62
@@ -316,8 +318,12 @@ class Store(Protocol):
         """
         ...
 
-    async def path(self, turn: str) -> list[Turn]:
-        """A turn and all it continues, the first turn first; empty if one of them is missing."""
+    async def path(self, turn: str, limit: int = ALL) -> list[Turn]:
+        """A turn and those it continues, the first turn first; empty if one of them is missing.
+
+        Args:
+            limit: of the turns: the last ones are returned.
+        """
         ...
 
     async def turns(self, rollout: str) -> list[Turn]:

@@ -25,6 +25,7 @@ from msgspec.structs import replace
 
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.store import (
+    ALL,
     DESCRIPTION,
     DOCUMENTS,
     Before,
@@ -244,12 +245,12 @@ class GuardedStore:
                 task.add_done_callback(self._late.discard)
             raise
 
-    async def path(self, turn: str) -> list[Turn]:
+    async def path(self, turn: str, limit: int = ALL) -> list[Turn]:
         """See `Store.path`."""
         waiting = self._backlog.turns().get(turn)
         if waiting is None:
-            return await self._call("path", self._store.path, turn)
-        return complete_path(turn, {each.id: each for each in await self.turns(waiting.rollout)})
+            return await self._call("path", self._store.path, turn, limit)
+        return complete_path(turn, {each.id: each for each in await self.turns(waiting.rollout)}, limit)
 
     async def turns(self, rollout: str) -> list[Turn]:
         """See `Store.turns`."""

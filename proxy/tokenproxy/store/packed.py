@@ -144,8 +144,8 @@ def unpack_entries(packed: bytes) -> list[IndexEntry]:
     return list(map(IndexEntry, parts[::2], parts[1::2]))
 
 
-def complete_path(turn_id: str, turns: Mapping[str, Turn]) -> list[Turn]:
-    """The path to a turn, the first turn first, with the prompts of all its turns.
+def complete_path(turn_id: str, turns: Mapping[str, Turn], limit: int) -> list[Turn]:
+    """The last turns of the path to a turn, the first turn first, with the prompts of all of them.
 
     Args:
         turns: by id, the turns of the path and those that hold prompts for them.
@@ -155,7 +155,7 @@ def complete_path(turn_id: str, turns: Mapping[str, Turn]) -> list[Turn]:
     """
     path: list[Turn] = []
     current: str | None = turn_id
-    while current is not None:
+    while current is not None and len(path) < limit:
         turn = turns.get(current)
         if turn is None or len(path) == len(turns):
             return []

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tokenproxy.record.store import (
+    ALL,
     DESCRIPTION,
     LAST_POSITION,
     Before,
@@ -153,12 +154,12 @@ class RedisStore:
         """See `Store.pin`."""
         return bool(await self._run_list(scripts.PIN, rollout, repr(time.time()), repr(until)))
 
-    async def path(self, turn: str) -> list[Turn]:
+    async def path(self, turn: str, limit: int = ALL) -> list[Turn]:
         """See `Store.path`."""
         if (rollout := await self._rollout_of(turn)) is None:
             return []
-        found = await self._servers.run(scripts.PATH, _rollout_keys(rollout), turn)
-        return complete_path(turn, unpack_turns(_pairs(found), self.unreadable))
+        found = await self._servers.run(scripts.PATH, _rollout_keys(rollout), turn, limit)
+        return complete_path(turn, unpack_turns(_pairs(found), self.unreadable), limit)
 
     async def turns(self, rollout: str) -> list[Turn]:
         """See `Store.turns`."""

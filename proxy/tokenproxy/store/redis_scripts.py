@@ -122,7 +122,7 @@ turn, number of its sampled ids. Reply: numbers of turns, bytes and sampled ids 
 
 PATH = """
 local found, seen, turn, holders = {}, {}, ARGV[1], {}
-while turn ~= '' do
+while turn ~= '' and #holders < tonumber(ARGV[2]) do
     local entries = redis.call('HGET', KEYS[2], turn)
     local packed = redis.call('HGET', KEYS[1], turn)
     if not entries or not packed or seen[turn] then
@@ -144,8 +144,8 @@ for _, holder in ipairs(holders) do
 end
 return found
 """
-"""Keys: as `ADD`. Arguments: turn. Reply: turn, packed turn, turn, ...: those of its path and those that hold
-prompts for them, in any order; nothing if a turn of the path is missing."""
+"""Keys: as `ADD`. Arguments: turn, limit. Reply: turn, packed turn, turn, ...: the last of its path and those
+that hold prompts for them, in any order; nothing if a turn of the path is missing."""
 
 CLAIM = """
 if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then

@@ -7,7 +7,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from tokenproxy.record.store import DESCRIPTION, Before, Evicted, FeedPage, Limits, Session, Unreadable
+from tokenproxy.record.store import ALL, DESCRIPTION, Before, Evicted, FeedPage, Limits, Session, Unreadable
 from tokenproxy.record.turn import Found, IndexedTurn, Turn
 from tokenproxy.record.vocabulary import Cause
 from tokenproxy.store import sqlite_tables as tables
@@ -86,15 +86,15 @@ class SqliteStore:
         values = {"now": time.time(), "until": until, "id": rollout}
         return await self._database.write(lambda connection: connection.execute(query, values).rowcount > 0)
 
-    async def path(self, turn: str) -> list[Turn]:
+    async def path(self, turn: str, limit: int = ALL) -> list[Turn]:
         """See `Store.path`."""
 
         def work(connection: sqlite3.Connection) -> list[Turn]:
-            turns = unpack_turns(connection.execute(tables.PATH, (turn,)), self.unreadable)
+            turns = unpack_turns(connection.execute(tables.PATH, (turn, limit)), self.unreadable)
             for holder in missing_holders(turns.values(), turns):
                 row = connection.execute(f"{tables.TURNS} WHERE id = ?", (holder,))
                 turns |= unpack_turns(row, self.unreadable)
-            return complete_path(turn, turns)
+            return complete_path(turn, turns, limit)
 
         return await self._database.read(work)
 

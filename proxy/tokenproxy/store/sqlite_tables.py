@@ -105,6 +105,7 @@ PLACED = f"position < {LAST_POSITION}"
 PATH = """
 WITH RECURSIVE up (id) AS (
     VALUES (?) UNION SELECT turns.parent FROM up JOIN turns USING (id) WHERE turns.parent IS NOT NULL
+    LIMIT ?
 )
 SELECT CAST(id AS BLOB), CAST(packed AS BLOB) FROM up JOIN turns USING (id)
 """

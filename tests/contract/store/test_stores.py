@@ -107,6 +107,8 @@ async def test_path_begins_with_the_first_turn(store: Store) -> None:
     await store.add(make_session(), bare([fork, *turns[::-1]]))
     assert await store.path(turns[-1].id) == turns
     assert await store.path(fork.id) == [*turns[:5], fork]
+    assert await store.path(turns[-1].id, 3) == turns[-3:]
+    assert await store.path(fork.id, 6) == await store.path(fork.id, 7) == [*turns[:5], fork]
     await add(store, make_turn("other"))
     assert await store.newest("r", 2) == [fork.id, turns[-1].id]
 

@@ -162,12 +162,11 @@ def test_ids_that_changed_in_the_store_are_refused() -> None:
         read_turn(path)
 
 
-@pytest.mark.parametrize("cached", [1, 2, 3])
+@pytest.mark.parametrize("cached", [1, 2])
 def test_ids_of_a_cached_beginning_are_continued(cached: int) -> None:
     path = _path()
     beginning = _recorded(path[:cached])
-    found = read_turn(path, lambda turn: beginning if turn == beginning.id else None)
-    assert _facts(found) == _facts(_recorded(path))
+    assert _facts(read_turn(path[cached:], beginning)) == _facts(_recorded(path))
 
 
 def test_equal_ids_have_equal_digests_however_turns_divide_them() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.recording import Record, assistant, chat_request, scope_of, session_ref, user
-from tokenproxy.record.turn import FOUND_AT_MOST
+from tokenproxy.record.turn import FOUND_AT_MOST, Turn
 from tokenproxy.record.vocabulary import Reason
 
 _MORE = user("more")
@@ -85,6 +85,28 @@ async def test_continued_turn_is_claimed_by_no_other_request() -> None:
     match = await record.match([*messages[:2], user("other")])
     assert match.turn is not None
     assert (match.turn.id, match.claimed) == (second.turn.id, True)
+
+
+async def test_only_the_turns_that_are_not_cached_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    record, read = Record(), list[str]()
+    turns = [await record.add([user("0")], assistant("a"), [0], [1])]
+    for n in range(2, 82, 2):  # each appends one id and samples one
+        ids, rollout = [*range(n + 1)], turns[0].turn.rollout
+        turns.append(await record.add([user("0")], assistant("a"), ids, [n + 1], None, rollout, turns[-1]))
+    path = record.store.path
+
+    async def counted(turn: str, limit: int) -> list[Turn]:
+        found = await path(turn, limit)
+        read.extend(each.id for each in found)
+        return found
+
+    monkeypatch.setattr(record.store, "path", counted)
+    async with record.matcher() as matcher:
+        for end, expected in ((30, turns[:31]), (33, turns[26:34]), (40, turns[33:41]), (40, [])):
+            found = await matcher.load(turns[end].turn.id)
+            assert found is not None and json.loads(found.ids) == [*range(2 * end + 2)]
+            assert sorted(read) == [each.turn.id for each in expected]
+            read.clear()
 
 
 async def test_longest_prefix_of_ids_in_a_wide_rollout() -> None:
