@@ -42,7 +42,7 @@ class _EveryTenant(GuardedStore):
 
     async def sessions(self, *, limit: int, tenant: str | None = None, before: float = inf) -> list[Session]:
         """See `Store.sessions`."""
-        found = await self.__getattr__("sessions")(limit=limit, before=before)
+        found = await super().sessions(limit=limit, before=before)
         return [_shown(session) for session in found]
 
     async def turns(self, rollout: str) -> list[Turn]:

@@ -15,11 +15,11 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from time import perf_counter
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from msgspec.structs import replace
 
@@ -72,8 +72,25 @@ class GuardLimits:
     most_bytes: int = 128 * 2**20
 
 
+def _guarded(
+    method: Callable[Concatenate[Store, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate["GuardedStore", P], Coroutine[Any, Any, T]]:
+    """A method of `Store` that a guarded store calls within its limits."""
+    name = method.__name__
+
+    async def call(guard: "GuardedStore", /, *args: P.args, **named: P.kwargs) -> T:
+        of_store: Callable[P, Awaitable[T]] = getattr(guard._store, name)
+        return await guard._call(name, of_store, *args, **named)
+
+    return call
+
+
 class GuardedStore:
-    """A `Store` that may stall, fail, or be missing at first. `__getattr__` makes all its other calls."""
+    """A `Store` that may stall, fail, or be missing at first."""
+
+    release, pin, evict = _guarded(Store.release), _guarded(Store.pin), _guarded(Store.evict)
+    delete, finish = _guarded(Store.delete), _guarded(Store.finish)
+    sessions, feed = _guarded(Store.sessions), _guarded(Store.feed)
 
     def __init__(
         self, store: Store, metrics: Metrics, *, required: bool = False, limits: GuardLimits = GuardLimits()
@@ -98,10 +115,6 @@ class GuardedStore:
         """The last one, and since when something is wrong; None while all is well."""
         self._late: set[asyncio.Task[None]] = set()
         """Releases of turns that were claimed too late."""
-
-    def __getattr__(self, name: str) -> Any:
-        """A call of the store, made within its limits."""
-        return partial(self._call, name, getattr(self._store, name))
 
     def health(self) -> StoreHealth:
         """How the store does now."""
