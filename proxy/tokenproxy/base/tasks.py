@@ -13,17 +13,23 @@ from typing import Any
 log = logging.getLogger("tokenproxy")
 
 
-async def repeat(step: Callable[[], Awaitable[None]], problem: str) -> None:
-    """Run a step, which begins with a wait, again and again. Its errors do not end that.
+async def repeat(step: Callable[[], Awaitable[None]], problem: str, retry_s: float = 0.0) -> None:
+    """Run a step, which waits by itself, again and again. Its errors do not end that.
 
     Args:
-        problem: logged with an error.
+        problem: logged with an error, once if it repeats.
+        retry_s: from a step that failed to the next.
     """
+    logged = ""
     while True:
         try:
             await step()
-        except Exception:  # the boundary of the task: nothing would start it again
-            log.exception("%s", problem)
+            logged = ""
+        except Exception as error:  # the boundary of the task: nothing would start it again
+            if logged != repr(error):
+                log.exception("%s", problem)
+            logged = repr(error)
+            await asyncio.sleep(retry_s)
 
 
 async def end_tasks(*tasks: "asyncio.Task[Any] | None") -> None:

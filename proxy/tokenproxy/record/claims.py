@@ -5,16 +5,14 @@ rollout is no longer pinned. What must outlive the request runs in `Tasks`.
 """
 
 import asyncio
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from tokenproxy.base.tasks import repeat
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.store import Store, StoreError
-
-log = logging.getLogger("tokenproxy")
 
 LEASE_S = 60.0
 """Seconds for which a pin holds if its process dies."""
@@ -124,22 +122,15 @@ class Tasks:
         Args:
             consequence: of an error, for the log.
         """
-        self._forever.add(asyncio.create_task(self._repeat(step, consequence)))
 
-    async def _repeat(self, step: Callable[[], Coroutine[Any, Any, None]], consequence: str) -> None:
-        logged = ""
-        while True:
+        async def reported() -> None:
             try:
                 await step()
-                logged = ""
-                continue
             except StoreError as error:
                 error.report(self._metrics, consequence)
-            except Exception as error:  # the boundary of the task: nothing would start it again
-                if logged != repr(error):
-                    log.exception("%s", consequence)
-                logged = repr(error)
-            await asyncio.sleep(self._retry_s)
+                await asyncio.sleep(self._retry_s)
+
+        self._forever.add(asyncio.create_task(repeat(reported, consequence, self._retry_s)))
 
     def finish(self, work: Coroutine[Any, Any, None]) -> "asyncio.Future[None]":
         """Run work to its end, even if the caller does not wait for it, or is cancelled meanwhile."""
