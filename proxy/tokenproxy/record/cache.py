@@ -165,8 +165,9 @@ def read_turn(path: Sequence[Turn], parent: CachedTurn | None = None) -> CachedT
     hasher = hash_ids(parent, *parts)
     if path[-1].ids_digest not in (b"", hasher.digest()):
         raise RecordDamaged(f"turn {path[-1].id} has other ids in the store than it was recorded with")
-    tokens = unpack_ids(b"".join(parts))
-    data = ids.join(parent.ids, tokens) if parent else ids.dump(tokens)
+    # part by part: a list of all ids at once would be built in memory that was never used before
+    own = b"[%s]" % b",".join([ids.dump(unpack_ids(part))[1:-1] for part in parts if part])
+    data = ids.concatenate(parent.ids, own) if parent else own
     complete = complete and count > 0
     return cached_turn(path, parent, data, hasher, complete=complete)
 
