@@ -59,7 +59,11 @@ async def test_what_another_process_evicts_is_not_evicted_twice(
     shared_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = Limits(max_bytes=_LIMIT)
-    async with opened(shared_url) as writer, opened(shared_url, limits) as one, opened(shared_url, limits) as two:
+    async with (
+        opened(shared_url) as writer,
+        opened(shared_url, limits) as one,
+        opened(shared_url, limits) as two,
+    ):
         for number in range(80):
             await _add(writer, f"r{number}")
         oldest = two.oldest  # type: ignore[attr-defined]
