@@ -190,9 +190,7 @@ class Matcher:
     async def load(self, turn_id: str) -> CachedTurn | None:
         """A turn with its ids, from the cache or the store; None if it is gone."""
         missing: str | None = turn_id
-        new: list[Turn] = []
-        """Those that are not cached, the last first."""
-        part: list[Turn] = []
+        new, part = list[Turn](), list[Turn]()
         while missing is not None and (cached := self.cache.turn(missing)) is None:
             part = part or await self.store.path(missing, ALL if new else _NEW_TURNS)
             if not part:

@@ -286,13 +286,13 @@ class Planner:
             same = match.turn is not None and match.turn.rollout == plan.session.id
             plan = replace(plan, turn_id=request_id, parent=match.turn if same else None)
             if given is not None and prompt:
-                plan = replace(plan, source=Source.GIVEN, reason=Reason.IDS_GIVEN)
-                plan = replace(plan, prompt=prompt, reused=given.count)
+                plan = replace(plan, source=Source.GIVEN, prompt=prompt, reused=given.count)
+                reason = Reason.IDS_GIVEN
             elif request.special or given is not None:
-                plan = replace(plan, reason=Reason.SPECIAL_REQUEST)
+                reason = Reason.SPECIAL_REQUEST
             else:
-                plan = replace(plan, reason=Reason.MEDIA if request.prompt_media else Reason.TEXT_PROMPT)
-            plans.append(plan)
+                reason = Reason.MEDIA if request.prompt_media else Reason.TEXT_PROMPT
+            plans.append(replace(plan, reason=reason))
         existing = {each.session.id for each in plans if not each.new_rollout}
         for rollout in existing if request.record else ():
             if not await claims.pin(rollout):

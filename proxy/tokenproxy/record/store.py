@@ -43,7 +43,6 @@ RESPONSES = "responses"
 DOCUMENTS = "documents"
 """Space of the responses of `/v1/responses`."""
 
-
 Before = bytes | None | EllipsisType
 """The value that a name must have, so that it gets another one; `...` for any."""
 ALL = 2**31 - 1
@@ -208,7 +207,6 @@ class Limits:
     """Of responses; the oldest are dropped first."""
     document_bytes: int = 256 * 2**20
     """Of documents, as the store keeps them; the oldest are dropped first."""
-
     evicted_keys: int = 200_000
     """How many keys of evicted turns a SQLite store remembers; the oldest are forgotten first."""
 
@@ -319,11 +317,7 @@ class Store(Protocol):
         ...
 
     async def path(self, turn: str, limit: int = ALL) -> list[Turn]:
-        """A turn and those it continues, the first turn first; empty if one of them is missing.
-
-        Args:
-            limit: of the turns: the last ones are returned.
-        """
+        """A turn and all it continues, in order, the last `limit` of them; empty if one of them is gone."""
         ...
 
     async def turns(self, rollout: str) -> list[Turn]:

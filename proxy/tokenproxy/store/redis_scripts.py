@@ -145,7 +145,7 @@ end
 return found
 """
 """Keys: as `ADD`. Arguments: turn, limit. Reply: turn, packed turn, turn, ...: the last of its path and those
-that hold prompts for them, in any order; nothing if a turn of the path is missing."""
+that hold prompts for them, in any order; nothing if one of the path is missing."""
 
 CLAIM = """
 if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then

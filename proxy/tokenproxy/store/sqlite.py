@@ -23,9 +23,9 @@ from tokenproxy.store.packed import (
 )
 from tokenproxy.store.sqlite_threads import Database, MemoryDatabase
 
-_OPEN = """
-SELECT turn FROM entries CROSS JOIN turns ON turns.id = turn WHERE key = ? AND ids = ? AND state = 0
-ORDER BY turn DESC LIMIT 1
+_OPEN = f"""
+SELECT turn FROM entries CROSS JOIN turns ON turns.id = turn
+WHERE key = ? AND ids = ? AND state IN (0, {tables.OPEN}) ORDER BY turn DESC LIMIT 1
 """
 
 
@@ -69,14 +69,14 @@ class SqliteStore:
 
         def work(connection: sqlite3.Connection) -> str | None:
             row = connection.execute(_OPEN, (key, ids)).fetchone()
-            connection.execute("UPDATE turns SET state = 1 WHERE id = ?", row or ("",))
+            connection.execute(f"UPDATE turns SET state = {tables.CLAIMED} WHERE id = ?", row or ("",))
             return row[0] if row else None
 
         return await self._database.write(work)
 
     async def release(self, turn: str) -> None:
         """See `Store.release`."""
-        query = "UPDATE turns SET state = 0 WHERE id = ? AND state = 1"
+        query = f"UPDATE turns SET state = {tables.OPEN} WHERE id = ? AND state = {tables.CLAIMED}"
         await self._database.write(lambda connection: connection.execute(query, (turn,)).rowcount)
 
     async def pin(self, rollout: str, until: float) -> bool:

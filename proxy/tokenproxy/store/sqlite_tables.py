@@ -87,7 +87,10 @@ CREATE TRIGGER value_removed AFTER DELETE ON kept BEGIN
 PRAGMA application_id = {_APPLICATION_ID};
 PRAGMA user_version = {SCHEMA_VERSION};
 """
-"""`state` of a turn: 0 open, 1 claimed, 2 continued. `last` of `totals` is the last position of the feed."""
+"""`last` of `totals` is the last position of the feed."""
+CONTINUED, OPEN, CLAIMED = 2, 3, 4
+"""Each `state` of a turn takes one byte, so that SQLite changes one page and does not write the whole turn
+again. 0 and 1 take none: files of earlier programs have them for open and claimed."""
 _STATEMENTS = [statement.strip() for statement in _SCHEMA.split(";\n") if statement.strip()]
 _CREATED = {" ".join(each.split()) for each in _STATEMENTS if each.startswith("CREATE")}
 """What SQLite keeps of the statements, each as one line."""
@@ -160,7 +163,7 @@ def add_turns(
     connection: sqlite3.Connection, session: Session, rows: Sequence[Row], now: float, fields: Collection[str]
 ) -> int:
     """Insert turns of one rollout, or describe it; returns the bytes then held, 0 if nothing changed."""
-    insert = "INSERT OR IGNORE INTO turns VALUES (?, ?, ?, 0, ?, ?)"
+    insert = f"INSERT OR IGNORE INTO turns VALUES (?, ?, ?, {OPEN}, ?, ?)"
     new: list[IndexedTurn] = []
     size = 0
     for indexed, data in rows:
@@ -191,7 +194,7 @@ def add_turns(
     # after all of them: a parent may follow its child
     for turn, _ in new:
         if turn.parent is not None:
-            connection.execute("UPDATE turns SET state = 2 WHERE id = ?", (turn.parent,))
+            connection.execute(f"UPDATE turns SET state = {CONTINUED} WHERE id = ?", (turn.parent,))
     return totals(connection, restore=True)[0]
 
 
