@@ -98,3 +98,15 @@ async def test_open_turns_of_earlier_programs_can_be_claimed(sqlite_url: str) ->
         assert await store.claim(digest_of("k"), digest_of("ids")) is None
         await store.release(turn.id)
         assert await store.claim(digest_of("k"), digest_of("ids")) == turn.id
+
+
+async def test_a_turn_that_is_claimed_or_continued_is_not_written_again(database: Path, url: str) -> None:
+    turn = make_turn(appended=os.urandom(400_000))
+    async with opened(url) as store:
+        await add(store, turn, entry("k", "ids"))
+        log = database.with_name("x.db-wal")
+        before = log.stat().st_size
+        assert await store.claim(digest_of("k"), digest_of("ids")) == turn.id
+        await store.release(turn.id)
+        await add(store, make_turn(parent=turn.id))
+        assert before > 400_000 > 4 * (log.stat().st_size - before)
