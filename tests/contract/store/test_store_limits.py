@@ -68,11 +68,12 @@ async def test_what_another_process_evicts_is_not_evicted_twice(
             await _add(writer, f"r{number}")
         oldest = two.oldest  # type: ignore[attr-defined]
 
-        async def after_the_other(after: float, limit: int) -> object:
+        async def before_the_other(after: float, limit: int) -> object:
+            found = await oldest(after, limit)
             await one.evict()
-            return await oldest(after, limit)
+            return found
 
-        monkeypatch.setattr(two, "oldest", after_the_other)
+        monkeypatch.setattr(two, "oldest", before_the_other)
         assert await two.evict() == Evicted()
         assert _TARGET * 0.9 < (await usage(writer)).size <= _TARGET
 
