@@ -89,7 +89,7 @@ class Gate:
             await send({"type": "http.response.start", "status": 204, "headers": headers})
             await send({"type": "http.response.body", "body": b""})
             return
-        endpoint = self._endpoints.get((scope["method"], scope["path"]), self._app)
+        endpoint = self._endpoints.get((scope["method"], path_of(scope)), self._app)
         await endpoint(scope, receive, send)
 
     def allowed(self, path: str) -> list[str]:
@@ -108,7 +108,7 @@ class Gate:
                 hosts.append(value)
         if size > HEAD_LIMIT_BYTES:
             raise HeadTooLarge(f"the request line and headers are over the limit of {HEAD_LIMIT_BYTES} bytes")
-        if scope.get("raw_path") not in self._raw_paths:
+        if scope.get("root_path") or scope.get("raw_path") not in self._raw_paths:
             check_path(scope)
             scope = self._paths.of(scope)
         if len(hosts) > 1:
