@@ -13,6 +13,7 @@ from typing import BinaryIO
 from tqdm import tqdm
 
 from tokenproxy.base.errors import UsageError
+from tokenproxy.base.files import whole_file
 from tokenproxy.record.store import Limits, Store, StoreError
 from tokenproxy.samples.export import (
     ExportRefused,
@@ -22,7 +23,6 @@ from tokenproxy.samples.export import (
     Rows,
     export,
     table,
-    whole_file,
 )
 from tokenproxy.samples.feed import FeedFilter, metadata_condition
 from tokenproxy.samples.follow import Follower, end_last_line

@@ -11,10 +11,11 @@ from tqdm import tqdm
 
 from chat_tokenizer import ChatTokenizer, TokenizerUnavailable
 from tokenproxy.base.errors import BadRequest, UsageError
+from tokenproxy.base.files import whole_file
 from tokenproxy.cli.export import STDOUT, chosen_store
 from tokenproxy.monitoring.logs import configure_logs
 from tokenproxy.record.store import Store, StoreError
-from tokenproxy.samples.export import ExportRefused, chosen_rollouts, whole_file
+from tokenproxy.samples.export import ExportRefused, chosen_rollouts
 from tokenproxy.settings import Settings, load_settings
 from tokenproxy.viewer.exported import NotAnExport, read_export
 from tokenproxy.viewer.page import single_file

@@ -1,17 +1,18 @@
 """`tokenproxy demo`: start vLLM on this machine, hold one conversation over three routes, compare them."""
 
+import argparse
 import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from pathlib import Path
 from types import FrameType
 from urllib.parse import quote
 
 from openai import OpenAI, OpenAIError
 
+from tokenproxy.base.urls import PORT
 from tokenproxy.demo import ConversationError, DemoError, EngineStartError
 from tokenproxy.demo.checkpoint import default_cache_dir, ensure_checkpoint
 from tokenproxy.demo.conversation import ChatRoute, Conversation, StockRoute, TokenRoute, Turn, converse
@@ -42,25 +43,11 @@ print(turn["prompt_token_ids"], turn["choices"][0]["token_ids"], turn["choices"]
 """
 
 
-def run_demo(
-    host: str,
-    port: int,
-    serve: bool,
-    keep_log: Path | None,
-    api_server_count: int = 2,
-    url: str | None = None,
-) -> int:
+def run_demo(options: argparse.Namespace) -> int:
     """Start a server, show that its token route and chat route keep the ids exact, and stop it.
 
-    Results go to stdout, progress to stderr.
-
-    Args:
-        host: address that the engine listens on.
-        port: its port; 0 picks a free one.
-        serve: instead of the conversations, print how to use the server and run it until Ctrl-C.
-        keep_log: file to keep vLLM's log in; None deletes the log.
-        api_server_count: number of vLLM's API server processes.
-        url: use this running server, with or without `/v1`, instead of starting one.
+    With `--url` it uses a running one. With `--serve` it prints how to use the server in place of the
+    conversations, and runs it until Ctrl-C. Results go to stdout, progress to stderr.
 
     Returns:
         0 if every follow-up turn of both routes was exact; 1 if one was not; 2 if the server did not
@@ -69,26 +56,26 @@ def run_demo(
     progress = print_progress
     try:
         with _sigterm_as_interrupt():
-            if url is not None:
-                if serve:
+            if options.url is not None:
+                if options.serve:
                     raise DemoError(
                         "--serve starts a server, --url uses a running one: pass only one of them"
                     )
-                return _compare(url.rstrip("/").removesuffix("/v1"), progress, keeps_running=True)
+                return _compare(options.url.rstrip("/").removesuffix("/v1"), progress, keeps_running=True)
             with EngineProcess(
                 ensure_checkpoint(progress=progress),
-                host=host,
-                port=port,
-                api_server_count=api_server_count,
-                log_file=keep_log,
+                host=options.host,
+                port=options.port if options.port is not None else PORT if options.serve else 0,
+                api_server_count=options.api_server_count,
+                log_file=options.log,
             ) as engine:
                 engine.wait_ready(progress=progress)
-                if serve:
+                if options.serve:
                     return _serve(engine, progress)
                 return _compare(engine.url, progress, keeps_running=False)
     except DemoError as error:
         progress(f"tokenproxy demo: {error}")
-        if isinstance(error, EngineStartError) and keep_log is None:
+        if isinstance(error, EngineStartError) and options.log is None:
             progress("to keep the whole log of vLLM, pass --log FILE")
         return _NOT_RUN
     except KeyboardInterrupt:

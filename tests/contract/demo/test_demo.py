@@ -1,6 +1,7 @@
 """`tokenproxy demo` on a running server: the real proxy before the fake engine."""
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -20,7 +21,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def _demo(url: object, *, serve: bool = False) -> int:
-    return run_demo("127.0.0.1", 0, serve=serve, keep_log=None, url=str(url))
+    return run_demo(Namespace(serve=serve, url=str(url), log=None))
 
 
 def _drifting(model: TinyModel) -> Reply:
