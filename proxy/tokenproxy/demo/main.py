@@ -16,7 +16,7 @@ from tokenproxy.base.urls import PORT
 from tokenproxy.demo import ConversationError, DemoError, EngineStartError
 from tokenproxy.demo.checkpoint import default_cache_dir, ensure_checkpoint
 from tokenproxy.demo.conversation import ChatRoute, Conversation, StockRoute, TokenRoute, Turn, converse
-from tokenproxy.demo.progress import Progress, print_progress
+from tokenproxy.demo.progress import progress
 from tokenproxy.demo.stack import MODEL_NAME, EngineProcess
 from tokenproxy.viewer.page import single_file
 from tokenproxy.viewer.served import ViewError, page_from_server
@@ -53,7 +53,6 @@ def run_demo(options: argparse.Namespace) -> int:
         0 if every follow-up turn of both routes was exact; 1 if one was not; 2 if the server did not
         start or respond; 130 if the demo was interrupted.
     """
-    progress = print_progress
     try:
         with _sigterm_as_interrupt():
             if options.url is not None:
@@ -61,18 +60,18 @@ def run_demo(options: argparse.Namespace) -> int:
                     raise DemoError(
                         "--serve starts a server, --url uses a running one: pass only one of them"
                     )
-                return _compare(options.url.rstrip("/").removesuffix("/v1"), progress, keeps_running=True)
+                return _compare(options.url.rstrip("/").removesuffix("/v1"), keeps_running=True)
             with EngineProcess(
-                ensure_checkpoint(progress=progress),
+                ensure_checkpoint(),
                 host=options.host,
                 port=options.port if options.port is not None else PORT if options.serve else 0,
                 api_server_count=options.api_server_count,
                 log_file=options.log,
             ) as engine:
-                engine.wait_ready(progress=progress)
+                engine.wait_ready()
                 if options.serve:
-                    return _serve(engine, progress)
-                return _compare(engine.url, progress, keeps_running=False)
+                    return _serve(engine)
+                return _compare(engine.url, keeps_running=False)
     except DemoError as error:
         progress(f"tokenproxy demo: {error}")
         if isinstance(error, EngineStartError) and options.log is None:
@@ -83,7 +82,7 @@ def run_demo(options: argparse.Namespace) -> int:
         return 130
 
 
-def _compare(url: str, progress: Progress, *, keeps_running: bool) -> int:
+def _compare(url: str, *, keeps_running: bool) -> int:
     """Hold the conversations and print the table.
 
     Args:
@@ -97,14 +96,14 @@ def _compare(url: str, progress: Progress, *, keeps_running: bool) -> int:
     client = OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
     model = _served_model(client, url)
     started = time.monotonic()
-    tokens = converse(TokenRoute(client), model, progress=progress)
-    chat = converse(ChatRoute(client), model, progress=progress)
-    stock = converse(StockRoute(client), model, progress=progress)
+    tokens = converse(TokenRoute(client), model)
+    chat = converse(ChatRoute(client), model)
+    stock = converse(StockRoute(client), model)
     print(render(chat, stock))
     print(summary(tokens))
     progress(f"the three conversations took {time.monotonic() - started:.0f} s")
     sessions = [found.session for found in (tokens, chat, stock) if found.session is not None]
-    _show_rollouts(url, key, sessions, keeps_running, progress)
+    _show_rollouts(url, key, sessions, keeps_running)
     return _EXACT if all(result.exact == result.follow_ups for result in (tokens, chat)) else _BROKEN
 
 
@@ -148,9 +147,7 @@ def _cells(values: Sequence[object]) -> str:
     return "".join(f"{value!s:>{width}}" for value, (_, width) in zip(values, _SIDE, strict=True))
 
 
-def _show_rollouts(
-    url: str, key: str, sessions: Sequence[str], keeps_running: bool, progress: Progress
-) -> None:
+def _show_rollouts(url: str, key: str, sessions: Sequence[str], keeps_running: bool) -> None:
     """Print where to look at the conversations side by side."""
     if not sessions:
         return
@@ -188,7 +185,7 @@ def _served_model(client: OpenAI, url: str) -> str:
     return models[0].id
 
 
-def _serve(engine: EngineProcess, progress: Progress) -> int:
+def _serve(engine: EngineProcess) -> int:
     print(f"serving {MODEL_NAME} at {engine.url}/v1 until Ctrl-C; from Python:\n")
     print(_HOW_TO.format(url=engine.url, model=MODEL_NAME))
     print(f"the recorded rollouts: {engine.url}/viewer", flush=True)
