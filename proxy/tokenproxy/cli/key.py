@@ -35,8 +35,9 @@ def add_key(file: Path, name: str, scopes: Sequence[str], tenant: str | None) ->
     key, entry = new_key(
         name, [KeyScope(scope) for scope in dict.fromkeys(scopes)], tenant, datetime.now(UTC).date()
     )
+    target = file.resolve()  # the file that a link points to is replaced, not the link
     try:
-        with locked_folder(file.resolve().parent):
+        with locked_folder(target.parent):
             before = file.read_text() if file.exists() else ""
             if before.strip() in ("", "[]"):
                 before = ""
@@ -44,7 +45,6 @@ def add_key(file: Path, name: str, scopes: Sequence[str], tenant: str | None) ->
                 before += "\n"
             text = before + as_yaml(entry)
             parse_keys(text, f"the key file {file} with the new key")
-            target = file.resolve()  # replace the file that a link points to, not the link
             # a file that exists keeps its permissions; a new one is its owner's
             mode = target.stat().st_mode & 0o777 if target.exists() else 0o600
             with whole_file(target) as new:

@@ -37,7 +37,7 @@ IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "min
 
 
 @dataclass(frozen=True, slots=True)
-class SessionFields:
+class NamedSession:
     """The session of a request, and the fields that it sets."""
 
     ref: SessionRef
@@ -62,7 +62,7 @@ class Format(Protocol):
     summary: ClassVar[str] = ""
     openapi: ClassVar[dict[str, Any]] = {}
 
-    def parse(self, request: Request, session: SessionFields | None) -> ChatRequest:
+    def parse(self, request: Request, session: NamedSession | None) -> ChatRequest:
         """Parse the request, once.
 
         Args:
@@ -96,7 +96,7 @@ def visible_of(fields: Fields, *, logprobs: bool | None = None) -> Visible:
     return Visible(ids and reasoning, logprobs and reasoning, usage, running, reasoning, on_messages)
 
 
-def apply_session(fields: Fields, session: SessionFields | None) -> None:
+def apply_session(fields: Fields, session: NamedSession | None) -> None:
     """Add the session's defaults where the request sets nothing, and always its overrides."""
     if session is None:
         return
@@ -109,7 +109,7 @@ def apply_session(fields: Fields, session: SessionFields | None) -> None:
 def chat_request(
     request: Request,
     fields: Fields,
-    session: SessionFields | None,
+    session: NamedSession | None,
     visible: Visible,
     **more: Any,
 ) -> ChatRequest:
@@ -144,7 +144,7 @@ def chat_request(
 
 
 def shared_fields(
-    request: Request, fields: Fields, session: SessionFields | None, sampling: Fields
+    request: Request, fields: Fields, session: NamedSession | None, sampling: Fields
 ) -> dict[str, Any]:
     """The fields of a `ChatRequest` that do not depend on the wire format.
 

@@ -13,7 +13,7 @@ from tokenproxy.engine.token_in import CHAT_PATH
 from tokenproxy.formats.base import (
     IDS,
     Format,
-    SessionFields,
+    NamedSession,
     apply_session,
     chat_request,
     request_body,
@@ -39,7 +39,7 @@ class ChatFormat(Format):
     path: ClassVar[str] = CHAT_PATH
     summary: ClassVar[str] = "Chat completion, token-exact over turns"
 
-    def parse(self, request: Request, session: SessionFields | None) -> ChatRequest:
+    def parse(self, request: Request, session: NamedSession | None) -> ChatRequest:
         """See `Format.parse`."""
         fields = parse(request.body)
         visible = visible_of(fields)
@@ -75,7 +75,7 @@ class TokensFormat(Format):
         },
     )
 
-    def parse(self, request: Request, session: SessionFields | None) -> ChatRequest:
+    def parse(self, request: Request, session: NamedSession | None) -> ChatRequest:
         """See `Format.parse`."""
         fields = parse_with_ids(request.body)
         if raw_value(fields, "return_token_ids") is None:

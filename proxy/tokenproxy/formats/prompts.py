@@ -14,7 +14,7 @@ from tokenproxy.base.types import Fields
 from tokenproxy.formats.base import (
     IDS,
     Format,
-    SessionFields,
+    NamedSession,
     apply_session,
     request_body,
     shared_fields,
@@ -47,7 +47,7 @@ class CompletionsFormat(Format):
     summary: ClassVar[str] = "Completions of ids or texts, recorded"
     openapi: ClassVar[dict[str, Any]] = request_body("The fields of a vLLM completion.", {"prompt": _PROMPT})
 
-    def parse(self, request: Request, session: SessionFields | None) -> ChatRequest:
+    def parse(self, request: Request, session: NamedSession | None) -> ChatRequest:
         """See `Format.parse`."""
         fields = parse(request.body)
         visible = visible_of(fields, logprobs=raw_value(fields, "logprobs") is not None)
@@ -76,7 +76,7 @@ class GenerateFormat(Format):
         "The fields of vLLM's generate route.", {_FIELD: IDS, "sampling_params": {"type": "object"}}
     )
 
-    def parse(self, request: Request, session: SessionFields | None) -> ChatRequest:
+    def parse(self, request: Request, session: NamedSession | None) -> ChatRequest:
         """See `Format.parse`."""
         fields = parse(request.body)
         given = read(fields, "sampling_params", Fields) or {}
@@ -99,7 +99,7 @@ class GenerateFormat(Format):
 
 
 def _prompt_request(
-    request: Request, fields: Fields, session: SessionFields | None, sampling: Fields, **more: Any
+    request: Request, fields: Fields, session: NamedSession | None, sampling: Fields, **more: Any
 ) -> ChatRequest:
     """The `ChatRequest` of a request with prompts in place of messages. Raises BadRequest."""
     return ChatRequest(
@@ -151,7 +151,7 @@ def _read_prompts(fields: Fields) -> tuple[GivenIds | None, ...]:
     return (None,) * len(prompts)
 
 
-def _apply_session(fields: Fields, session: SessionFields | None) -> None:
+def _apply_session(fields: Fields, session: NamedSession | None) -> None:
     """Apply the session's fields, those for sampling in `sampling_params`. Raises BadRequest."""
     if session is None:
         return

@@ -112,7 +112,7 @@ class SessionRoute(StoreRoute):
         return type(self).show.__doc__ or ""
 
 
-async def parsed(request: Request, services: Services, parse: Callable[[], T]) -> T:
+async def parse_bounded(request: Request, services: Services, parse: Callable[[], T]) -> T:
     """Parse a request with `parse`, on a thread if its body is large: that would block the event loop.
 
     Raises:

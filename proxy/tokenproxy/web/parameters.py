@@ -23,7 +23,7 @@ from tokenproxy.base.fields import read
 from tokenproxy.base.http import Request
 from tokenproxy.base.request import SessionRef
 from tokenproxy.base.types import Fields
-from tokenproxy.formats.base import SessionFields
+from tokenproxy.formats.base import NamedSession
 from tokenproxy.record.session_rules import SessionLimits
 from tokenproxy.record.store import Session, StoreError, session_id
 from tokenproxy.samples.layouts import LAYOUTS, Layout
@@ -108,7 +108,7 @@ def _digest(value: bytes) -> str:
     return blake2b(value, digest_size=16, person=b"session").hexdigest()
 
 
-async def named_session(request: Request, services: Services) -> SessionFields | None:
+async def named_session(request: Request, services: Services) -> NamedSession | None:
     """The session that a request names, with the fields it sets; None if it names none.
 
     Raises:
@@ -124,7 +124,7 @@ async def named_session(request: Request, services: Services) -> SessionFields |
         error.report(history.metrics, "a session's description does not apply")
         session = None
     if session is None:
-        return SessionFields(SessionRef(name))
+        return NamedSession(SessionRef(name))
     try:
         defaults, overrides, policy = (
             msgspec.json.decode(each, type=Fields)
@@ -141,7 +141,7 @@ async def named_session(request: Request, services: Services) -> SessionFields |
     policy.pop("mode", None)
     if not noted:
         overrides, policy = overrides | policy, {}
-    return SessionFields(SessionRef(name, session.explicit), defaults, overrides, policy, limit)
+    return NamedSession(SessionRef(name, session.explicit), defaults, overrides, policy, limit)
 
 
 _NUMBER = re.compile(r"[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|inf)", re.IGNORECASE)

@@ -9,7 +9,7 @@ from tokenproxy.base.fields import is_null, raw
 from tokenproxy.base.http import Request
 from tokenproxy.base.request import ChatRequest
 from tokenproxy.fleet.model import FleetModel
-from tokenproxy.formats.base import Format, SessionFields, apply_session, chat_request, number, visible_of
+from tokenproxy.formats.base import Format, NamedSession, apply_session, chat_request, number, visible_of
 from tokenproxy.formats.messages.answer import MessagesTranslation
 from tokenproxy.formats.messages.conversation import chat_messages
 from tokenproxy.formats.messages.request import (
@@ -44,11 +44,11 @@ class MessagesFormat(Format):
         """`model`: that of the fleet, for whose chat template requests are converted."""
         self._model = model
 
-    def parse(self, request: Request, session: SessionFields | None) -> ChatRequest:
+    def parse(self, request: Request, session: NamedSession | None) -> ChatRequest:
         """See `Format.parse`."""
         return self._chat_request(request, read_turn(request.body), session)
 
-    def parse_count(self, request: Request, session: SessionFields | None) -> ChatRequest:
+    def parse_count(self, request: Request, session: NamedSession | None) -> ChatRequest:
         """Parse a request to count the tokens of a prompt. Raises BadRequest."""
         return self._chat_request(request, read_request(request.body), session)
 
@@ -57,7 +57,7 @@ class MessagesFormat(Format):
         return MessagesTranslation(request.client_model or "")
 
     def _chat_request(
-        self, request: Request, parsed: MessagesRequest, session: SessionFields | None
+        self, request: Request, parsed: MessagesRequest, session: NamedSession | None
     ) -> ChatRequest:
         served = self._model
         template = served.tokenizer if served else None  # of an unknown one as vLLM's defaults
