@@ -27,7 +27,7 @@ from tokenproxy.formats.base import NamedSession
 from tokenproxy.record.session_rules import SessionLimits
 from tokenproxy.record.store import Session, StoreError, session_id
 from tokenproxy.samples.layouts import LAYOUTS, Layout
-from tokenproxy.samples.samples import Shared
+from tokenproxy.samples.samples import SHARED, Selection
 from tokenproxy.turn.services import Services
 from tokenproxy.web.credentials import key_in, tenant_of_key
 
@@ -208,14 +208,12 @@ class Query:
             raise BadRequest.of(name, "must be true or false")
         return value == "true"
 
-    def shared(self) -> Shared:
-        """The parameter `shared`."""
+    def selection(self) -> Selection:
+        """The parameters `shared`, `class` and `on_policy`."""
         shared = self.text("shared", "once")
-        if shared == "each":
-            return "each"
-        if shared == "once":
-            return "once"
-        raise BadRequest.of("shared", "must be `once` or `each`")
+        if shared not in SHARED:
+            raise BadRequest.of("shared", "must be `once` or `each`")
+        return Selection(SHARED[shared], frozenset(self.values("class")), self.flag("on_policy"))
 
     def layout(self) -> Layout:
         """The parameter `layout`."""
@@ -223,10 +221,6 @@ class Query:
         if layout not in LAYOUTS:
             raise BadRequest.of("layout", f"must be one of {', '.join(LAYOUTS)}")
         return LAYOUTS[layout]
-
-    def classes(self) -> frozenset[str]:
-        """The parameter `class`; empty for all classes."""
-        return frozenset(self.values("class"))
 
 
 def next_page(last: Session) -> str:

@@ -17,7 +17,7 @@ from tokenproxy.record.turn import Turn, new_id, unpack_alternatives, unpack_ids
 from tokenproxy.record.vocabulary import Cause
 from tokenproxy.samples.chains import Link, links_of
 from tokenproxy.samples.classes import agents_of, classes_of
-from tokenproxy.samples.samples import Selection, samples_of
+from tokenproxy.samples.samples import samples_of
 from tokenproxy.samples.turn_json import session_fields, stored_json, traces_of, turn_fields
 from tokenproxy.turn.services import Services
 from tokenproxy.viewer.recording import RecordedSession
@@ -111,8 +111,7 @@ class SessionSamples(SessionRoute):
 
         `{"id", "samples", "refused"}`.
         """
-        layout, session = query.layout(), found.session
-        selection = Selection(query.shared(), query.classes(), query.flag("on_policy"))
+        layout, session, selection = query.layout(), found.session, query.selection()
 
         def export() -> Response:
             result = samples_of(found.turns, found.rewards, session=session, selection=selection)
