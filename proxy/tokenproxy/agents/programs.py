@@ -5,7 +5,6 @@ changed outside of the environment, but for a folder with Codex' settings.
 """
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -189,7 +188,6 @@ def _codex_home(config: str) -> Path:
     with suppress(FileNotFoundError):
         if file.read_text().startswith(config):  # Codex adds what it learns, such as trusted folders
             return home
-    with whole_file(file) as new:
-        os.fchmod(new.fileno(), 0o600)
+    with whole_file(file, 0o600) as new:
         new.write(config.encode())
     return home

@@ -9,17 +9,26 @@ from typing import BinaryIO
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
+def whole_file(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
     """A file that is renamed to its final name if the block ends without an exception, and else is removed.
+
+    Args:
+        mode: its permissions, which nobody else has at any time; None for those of any new file.
 
     Raises:
         OSError: it cannot be written.
     """
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {path.parent}: create it, or name another file")
+
+    def create(name: str, flags: int) -> int:
+        return os.open(name, flags, 0o666 if mode is None else 0o600)
+
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("wb") as file:
+        with open(partial, "wb", opener=create) as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -1,7 +1,6 @@
 """`tokenproxy key`: make an API key, and add its digest to a key file."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -47,8 +46,7 @@ def add_key(file: Path, name: str, scopes: Sequence[str], tenant: str | None) ->
             parse_keys(text, f"the key file {file} with the new key")
             # a file that exists keeps its permissions; a new one is its owner's
             mode = target.stat().st_mode & 0o777 if target.exists() else 0o600
-            with whole_file(target) as new:
-                os.fchmod(new.fileno(), mode)
+            with whole_file(target, mode) as new:
                 new.write(text.encode())
     except OSError as error:
         raise KeyFileError(f"cannot write the key file {file}: {error.strerror}") from error

@@ -88,8 +88,8 @@ class Gate:
             await send({"type": "http.response.start", "status": 204, "headers": headers})
             await send({"type": "http.response.body", "body": b""})
             return
-        endpoint = self._endpoints.get((scope["method"], path_of(scope)), self._app)
-        await endpoint(scope, receive, send)
+        endpoint = None if scope.get("root_path") else self._endpoints.get((scope["method"], scope["path"]))
+        await (endpoint or self._app)(scope, receive, send)
 
     def allowed(self, path: str) -> list[str]:
         """The methods of a canonical path."""
