@@ -1,7 +1,8 @@
 """A wire format of a turn: a parser from an HTTP request to a `ChatRequest`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from tokenproxy.base.errors import BadRequest
 from tokenproxy.base.fields import flag, raw, raw_value, read, stream_options
@@ -58,9 +59,9 @@ class NamedSession:
 class Format(Protocol):
     """One wire format of a turn."""
 
-    path: ClassVar[str] = ""
-    summary: ClassVar[str] = ""
-    openapi: ClassVar[dict[str, Any]] = {}
+    path: str = ""
+    summary: str = ""
+    openapi: Mapping[str, Any] = {}
 
     def parse(self, request: Request, session: NamedSession | None) -> ChatRequest:
         """Parse the request, once.

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
@@ -43,9 +43,9 @@ _split = msgspec.json.Decoder(list[msgspec.Raw]).decode
 class CompletionsFormat(Format):
     """Completions of one prompt or many, with ids and log-probabilities if the client requests them."""
 
-    path: ClassVar[str] = EngineRoute.COMPLETIONS.value
-    summary: ClassVar[str] = "Completions of ids or texts, recorded"
-    openapi: ClassVar[dict[str, Any]] = request_body("The fields of a vLLM completion.", {"prompt": _PROMPT})
+    path = EngineRoute.COMPLETIONS.value
+    summary = "Completions of ids or texts, recorded"
+    openapi = request_body("The fields of a vLLM completion.", {"prompt": _PROMPT})
 
     def parse(self, request: Request, session: NamedSession | None) -> ChatRequest:
         """See `Format.parse`."""
@@ -70,9 +70,9 @@ class GenerateFormat(Format):
     vLLM serves this route if it runs with `--enable-scale-out`.
     """
 
-    path: ClassVar[str] = EngineRoute.GENERATE.value
-    summary: ClassVar[str] = "Tokens in, tokens out, recorded"
-    openapi: ClassVar[dict[str, Any]] = request_body(
+    path = EngineRoute.GENERATE.value
+    summary = "Tokens in, tokens out, recorded"
+    openapi = request_body(
         "The fields of vLLM's generate route.", {_FIELD: IDS, "sampling_params": {"type": "object"}}
     )
 

@@ -43,9 +43,9 @@ class TurnRoute(Route):
 
     def __init__(self, wire_format: Format) -> None:
         self._format = wire_format
-        self.path = wire_format.path  # type: ignore[misc]
-        self.summary = wire_format.summary  # type: ignore[misc]
-        self.openapi = wire_format.openapi  # type: ignore[misc]
+        self.path = wire_format.path
+        self.summary = wire_format.summary
+        self.openapi = wire_format.openapi
 
     @property
     def description(self) -> str:
@@ -200,8 +200,8 @@ class TrlBatch(Route):
 
     def __init__(self, path: str, prompts: str) -> None:
         """`prompts`: the field that holds the prompts."""
-        self.path = path  # type: ignore[misc]
-        self.summary = "A batch of prompts, for TRL up to 1.10"  # type: ignore[misc]
+        self.path = path
+        self.summary = "A batch of prompts, for TRL up to 1.10"
         self._prompts = prompts
 
     async def answer(self, request: Request, services: Services, /) -> Response:

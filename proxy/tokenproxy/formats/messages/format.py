@@ -1,6 +1,6 @@
 """Parses a request in Anthropic's format to a chat turn, converted for the fleet's chat template."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
@@ -37,8 +37,8 @@ _OBJECT = msgspec.Raw(b'"object"')
 class MessagesFormat(Format):
     """A message of Anthropic's API, whole or as a stream of events; token-exact over turns."""
 
-    path: ClassVar[str] = "/v1/messages"
-    summary: ClassVar[str] = "Message of Anthropic's API, token-exact over turns"
+    path = "/v1/messages"
+    summary = "Message of Anthropic's API, token-exact over turns"
 
     def __init__(self, model: FleetModel | None = None) -> None:
         """`model`: that of the fleet, for whose chat template requests are converted."""
