@@ -16,7 +16,6 @@ import httpx
 import pytest
 
 from tests.support.ports import held_port
-from tests.support.quiet import quiet
 from tests.support.serve_process import ServeProcess
 from tests.support.utils import wait_until
 from tokenproxy.demo.checkpoint import ensure_checkpoint
@@ -67,7 +66,7 @@ def start_engine(
             log_file=log_file,
             python=os.environ.get(ENGINE_PYTHON, sys.executable),
         )
-        stack.callback(engine.stop, progress=quiet)
+        stack.callback(engine.stop)
         engine.start()
         yield engine
 
@@ -146,7 +145,7 @@ def _fixtures(item: pytest.Item) -> list[str]:
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
     """The ways to run, ready."""
     folder = tmp_path_factory.mktemp("engines")
-    model = thinking_checkpoint(ensure_checkpoint(progress=quiet), tmp_path_factory.mktemp("thinking"))
+    model = thinking_checkpoint(ensure_checkpoint(), tmp_path_factory.mktemp("thinking"))
     with ExitStack() as stack:
         engines = {}
         for way in WAYS:
@@ -163,7 +162,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
                 )
             )
         for engine in engines.values():
-            engine.wait_ready(START_TIMEOUT_S, progress=quiet)
+            engine.wait_ready(START_TIMEOUT_S)
         made = {}
         for way, engine in engines.items():
             url = engine.url

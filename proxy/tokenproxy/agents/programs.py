@@ -5,14 +5,14 @@ changed outside of the environment, but for a folder with Codex' settings.
 """
 
 import json
-import os
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from tokenproxy.base.files import whole_file
 
 NO_KEY = "tokenproxy"
 """The key of a client that has none: programs do not start without one."""
@@ -188,8 +188,6 @@ def _codex_home(config: str) -> Path:
     with suppress(FileNotFoundError):
         if file.read_text().startswith(config):  # Codex adds what it learns, such as trusted folders
             return home
-    descriptor, name = tempfile.mkstemp(dir=home, prefix=".config-")
-    with os.fdopen(descriptor, "w") as new:
-        new.write(config)
-    Path(name).replace(file)
+    with whole_file(file, 0o600) as new:
+        new.write(config.encode())
     return home

@@ -31,7 +31,6 @@ They are sent in the wire format of the route: OpenAI's on most, Anthropic's on 
 import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from http import HTTPStatus
 from typing import Self
 
 import msgspec
@@ -247,9 +246,6 @@ _RETRIED: Mapping[int, bytes] = {429: b"true", 501: b"false", 503: b"true"}
 """Whether clients should send a request again, by the status of the error; others are left to them."""
 _CONTEXT = re.compile(r"maximum (?:context|model) length (?:is|of) (\d+)")
 _COUNT = re.compile(r"contains (?:at least )?(\d+) input tokens|prompt \(length (\d+)\)")
-CONTEXT = "context_length_exceeded"
-_TOO_LONG = re.compile("maximum context length|longer than the maximum model length")
-"""Matches what vLLM says of a prompt that does not fit."""
 _NO_MODEL = "The model `"
 
 
@@ -309,33 +305,3 @@ def error_event(path: str, error: ApiError) -> bytes:
         event = {"type": "error", "code": error.kind, "message": error.message, "param": error.param}
         return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
     return b"data: " + error.body() + b"\n\n"
-
-
-# --- an engine's errors on `/v1/responses`, with the codes by which clients decide what to do next
-
-
-def exceeds_context(status: int, message: str, code: str | None) -> bool:
-    """Whether an error of the engine is a prompt that is longer than the model's context."""
-    return status == HTTPStatus.BAD_REQUEST and (code == CONTEXT or bool(_TOO_LONG.search(message)))
-
-
-def response_failure(status: int, message: str, code: str | None) -> dict[str, str]:
-    """The `error` of a failed response."""
-    if exceeds_context(status, message, code):
-        code = CONTEXT
-    elif status == HTTPStatus.TOO_MANY_REQUESTS:
-        code = code if code == "insufficient_quota" else "rate_limit_exceeded"
-    elif 400 <= status < 500:
-        code = "invalid_prompt"
-    else:
-        code = "server_error"
-    return {"code": code, "message": message}
-
-
-def openai_error(status: int, message: str, code: str | None) -> bytes:
-    """OpenAI's error object for an error of the engine."""
-    if exceeds_context(status, message, code):
-        code = CONTEXT
-    kinds = {error.status: error.kind for error in ApiError.__subclasses__()}
-    kind = kinds.get(status, BadRequest.kind if status < 500 else ApiError.kind)
-    return error_body(message, kind, "input" if code == CONTEXT else None, code or status)

@@ -16,9 +16,11 @@ FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF")
 """What is accepted, by Pillow's names."""
 _DAMAGED = f"it is damaged, or not one of {', '.join(FORMATS)}"
 _DATA = "data:"
-_DIGEST_BYTES = 16
 MAX_BYTES = 20 * 2**20
 """The largest image, in bytes of its file."""
+MAX_PIXELS = 64_000_000
+"""Width times height. Pillow opens none with more than 178,956,970."""
+_TOO_LARGE = f"it has more than {MAX_BYTES} bytes"
 
 
 class InvalidImage(Exception):
@@ -41,17 +43,7 @@ class Image:
         return f"data:{self.kind};base64,{base64.b64encode(self.data).decode()}"
 
 
-@dataclass(frozen=True, slots=True)
-class ImageLimits:
-    """How large an image may be."""
-
-    max_bytes: int = MAX_BYTES
-    """Of its file."""
-    max_pixels: int = 64_000_000
-    """Width times height. Pillow opens none with more than 178,956,970."""
-
-
-def decode_image(value: str, limits: ImageLimits) -> Image:
+def decode_image(value: str) -> Image:
     """The image in a data URL, or in base64 alone. Decodes the image completely: call it on a thread.
 
     Raises:
@@ -62,16 +54,16 @@ def decode_image(value: str, limits: ImageLimits) -> Image:
         head, comma, encoded = value.partition(",")
         if not comma or not head.lower().endswith(";base64"):
             raise InvalidImage("a data URL must be `data:image/...;base64,` and the image in base64")
-    if len(encoded) * 3 // 4 > limits.max_bytes + 2:
-        raise _too_large(limits)
+    if len(encoded) * 3 // 4 > MAX_BYTES + 2:
+        raise InvalidImage(_TOO_LARGE)
     try:
         data = base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError) as error:
         raise InvalidImage(f"it is not valid base64: {error}") from error
-    return check_image(data, limits)
+    return check_image(data)
 
 
-def check_image(data: bytes, limits: ImageLimits) -> Image:
+def check_image(data: bytes) -> Image:
     """The image that some bytes are. Takes milliseconds for each megapixel: call it on a thread.
 
     Raises:
@@ -79,16 +71,14 @@ def check_image(data: bytes, limits: ImageLimits) -> Image:
     """
     if not data:
         raise InvalidImage("it is empty")
-    if len(data) > limits.max_bytes:
-        raise _too_large(limits)
+    if len(data) > MAX_BYTES:
+        raise InvalidImage(_TOO_LARGE)
     try:
         with Pillow.open(io.BytesIO(data), formats=FORMATS) as picture:
             width, height = picture.size
             # before it is decoded: Pillow's own check only warns
-            if width * height > limits.max_pixels:
-                raise InvalidImage(
-                    f"it has {width} x {height} pixels; at most {limits.max_pixels} are accepted"
-                )
+            if width * height > MAX_PIXELS:
+                raise InvalidImage(f"it has {width} x {height} pixels; at most {MAX_PIXELS} are accepted")
             picture.load()
             kind = Pillow.MIME.get(picture.format or "", "image/png")
     except InvalidImage:
@@ -97,8 +87,4 @@ def check_image(data: bytes, limits: ImageLimits) -> Image:
         raise InvalidImage(_DAMAGED) from error
     except Exception as error:  # the boundary to Pillow: damaged files raise errors of nearly every type
         raise InvalidImage(f"{_DAMAGED}: {str(error) or type(error).__name__}") from error
-    return Image(kind, data, hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest())
-
-
-def _too_large(limits: ImageLimits) -> InvalidImage:
-    return InvalidImage(f"it has more than {limits.max_bytes} bytes")
+    return Image(kind, data, hashlib.blake2b(data, digest_size=16).hexdigest())

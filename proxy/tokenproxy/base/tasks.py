@@ -1,13 +1,8 @@
-"""Tasks in the background: one that does the same again and again, and the end of several; and a lock on a
-folder, which one process holds at a time."""
+"""Tasks in the background: one that does the same again and again, and the end of several."""
 
 import asyncio
-import fcntl
 import logging
-import os
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 log = logging.getLogger("tokenproxy")
@@ -39,18 +34,3 @@ async def end_tasks(*tasks: "asyncio.Task[Any] | None") -> None:
         task.cancel()
     if running:
         await asyncio.wait(running)
-
-
-@contextmanager
-def locked_folder(folder: Path) -> Iterator[None]:
-    """Wait until no other process holds the lock of a folder, and hold it during the block.
-
-    Raises:
-        OSError: the folder cannot be opened.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -1,5 +1,6 @@
 """`tokenproxy check`: what can be appended exactly with a chat template, or on a running server."""
 
+import argparse
 import asyncio
 import json
 
@@ -11,25 +12,25 @@ from tokenproxy.engine.http import HttpEngine
 from tokenproxy.fleet.tokenizers import Tokenizers
 
 
-def run_check(source: str | None, upstream: str | None, api_key: str | None, *, as_json: bool) -> int:
+def run_check(options: argparse.Namespace) -> int:
     """Print the report; returns the exit code.
 
     Raises:
         UsageError: there is no such model, template or server.
     """
+    source, upstream = options.source, options.upstream
     if source is None and upstream is None:
         raise UsageError("name a model or a template, or a running server with --upstream URL")
     try:
         if upstream is None:
-            assert source is not None  # checked above
             report = check(load_for_check(source))
         else:
-            report = asyncio.run(_check_server(upstream, api_key, source))
+            report = asyncio.run(_check_server(upstream, options.api_key, source))
     except TokenizerUnavailable as error:
         raise UsageError(str(error)) from error
     except ApiError as error:
         raise UsageError(error.message) from error
-    print(json.dumps(report.as_dict(), ensure_ascii=False, indent=2) if as_json else table(report))
+    print(json.dumps(report.as_dict(), ensure_ascii=False, indent=2) if options.json else table(report))
     return 0 if report.exact else 1
 
 

@@ -6,13 +6,14 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
 from tokenproxy.base.errors import UsageError
+from tokenproxy.base.files import whole_file
 from tokenproxy.record.store import Limits, Store, StoreError
 from tokenproxy.samples.export import (
     ExportRefused,
@@ -22,7 +23,6 @@ from tokenproxy.samples.export import (
     Rows,
     export,
     table,
-    whole_file,
 )
 from tokenproxy.samples.feed import FeedFilter, metadata_condition
 from tokenproxy.samples.follow import Follower, end_last_line
@@ -34,7 +34,7 @@ from tokenproxy.store.urls import make_store, place
 
 STDOUT = "-"
 _QUIET_S = 2.0
-"""Seconds before an export shows its progress."""
+"""Seconds before a command shows its progress."""
 
 
 def run_export(options: argparse.Namespace) -> int:
@@ -95,12 +95,17 @@ def _output(out: str, *, append: bool) -> Iterator[BinaryIO]:
         yield existing
 
 
+def progress_bar(items: Iterable[Any] | None = None, **options: str) -> "tqdm[Any]":
+    """The progress of a command, on stderr."""
+    # in a log file every refresh is a new line: refresh rarely
+    every = 0.2 if sys.stderr.isatty() else 10.0
+    return tqdm(items, delay=_QUIET_S, mininterval=every, file=sys.stderr, **options)
+
+
 async def _export(store: Store, rows: Rows, options: argparse.Namespace) -> Report:
     await store.open()
     try:
-        # In a log file every refresh is a new line: refresh rarely.
-        every = 0.2 if sys.stderr.isatty() else 10.0
-        with tqdm(unit=" rollouts", desc="export", delay=_QUIET_S, mininterval=every, file=sys.stderr) as bar:
+        with progress_bar(unit=" rollouts", desc="export") as bar:
 
             def start(total: int) -> None:
                 # not `reset`, which shows the bar at once

@@ -4,13 +4,12 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, NoReturn
 
 from tokenproxy import __version__
-from tokenproxy.agents.flags import add_commands
 from tokenproxy.base.errors import UsageError, no_such
-from tokenproxy.base.urls import PORT
 from tokenproxy.cli.flags import COMMANDS
 
 _DESCRIPTION = """\
@@ -56,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.command is None:
             parser.print_help()
             return 2
-        code: int = options.run(options)
+        module, _, function = COMMANDS[options.command].run.partition(":")
+        code: int = getattr(import_module(module), function)(options)
         if argv is None and options.command == "serve":
             # all is closed: Python would take a second to free modules and tokenizers, and wait for threads
             os._exit(code)
@@ -95,12 +95,10 @@ def _parser(command: str) -> argparse.ArgumentParser:
     commands.add_parser(
         "vllm", help="vLLM with the token routes inside", description=_VLLM, formatter_class=kind
     )
-    for name, (summary, text, add_flags) in COMMANDS.items():
-        added = commands.add_parser(name, help=summary, description=text, formatter_class=kind)
-        added.set_defaults(run=_RUN[name])
+    for name, known in COMMANDS.items():
+        added = commands.add_parser(name, help=known.summary, description=known.help, formatter_class=kind)
         if name != "serve" or command == "serve":  # its flags are the settings: a long import
-            add_flags(added)
-    add_commands(commands)
+            known.add_flags(added)
     return parser
 
 
@@ -114,14 +112,19 @@ def _vllm(arguments: list[str]) -> int:
     return 0
 
 
-def _serve(options: argparse.Namespace) -> int:
+def run_serve(options: argparse.Namespace) -> int:
+    """Serve the proxy until it is stopped; returns the exit code.
+
+    Raises:
+        UsageError: the settings cannot be used.
+    """
     from tokenproxy.app.app import check_settings
     from tokenproxy.app.server import run
     from tokenproxy.app.start import check_address
     from tokenproxy.settings import load_settings
 
     given: dict[str, Any] = vars(options).copy()
-    for name in ("command", "run", "config"):
+    for name in ("command", "config"):
         given.pop(name)
     settings = load_settings(options.config, **given)
     check_settings(settings, settings.workers)
@@ -132,65 +135,3 @@ def _serve(options: argparse.Namespace) -> int:
             "--config FILE"
         )
     return run(settings)
-
-
-def _key(options: argparse.Namespace) -> int:
-    from tokenproxy.cli.key import add_key
-
-    scopes = options.scope or ["inference", "read"]
-    print(add_key(options.file, options.name, scopes, options.tenant))
-    print(
-        f"tokenproxy: added to {options.file} with {', '.join(dict.fromkeys(scopes))}. "
-        "Keep the key above: it is not shown again",
-        file=sys.stderr,
-    )
-    return 0
-
-
-def _check(options: argparse.Namespace) -> int:
-    from tokenproxy.cli.check import run_check
-
-    return run_check(options.source, options.upstream, options.api_key, as_json=options.json)
-
-
-def _view(options: argparse.Namespace) -> int:
-    from tokenproxy.cli.view import run_view
-
-    return run_view(options)
-
-
-def _export(options: argparse.Namespace) -> int:
-    from tokenproxy.cli.export import run_export
-
-    return run_export(options)
-
-
-def _top(options: argparse.Namespace) -> int:
-    from tokenproxy.top.command import run_top
-
-    return run_top(options.url, options.api_key, options.interval, once=options.once)
-
-
-def _demo(options: argparse.Namespace) -> int:
-    from tokenproxy.demo.main import run_demo
-
-    return run_demo(
-        host=options.host,
-        port=options.port if options.port is not None else PORT if options.serve else 0,
-        serve=options.serve,
-        keep_log=options.log,
-        api_server_count=options.api_server_count,
-        url=options.url,
-    )
-
-
-_RUN: Mapping[str, Callable[[argparse.Namespace], int]] = {
-    "serve": _serve,
-    "key": _key,
-    "check": _check,
-    "export": _export,
-    "view": _view,
-    "top": _top,
-    "demo": _demo,
-}
-"""What runs each of `COMMANDS` with its flags, and returns the exit code."""

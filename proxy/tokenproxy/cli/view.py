@@ -3,18 +3,16 @@
 import argparse
 import asyncio
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from tqdm import tqdm
 
 from chat_tokenizer import ChatTokenizer, TokenizerUnavailable
 from tokenproxy.base.errors import BadRequest, UsageError
-from tokenproxy.cli.export import STDOUT, chosen_store
+from tokenproxy.base.files import whole_file
+from tokenproxy.cli.export import STDOUT, chosen_store, progress_bar
 from tokenproxy.monitoring.logs import configure_logs
 from tokenproxy.record.store import Store, StoreError
-from tokenproxy.samples.export import ExportRefused, chosen_rollouts, whole_file
+from tokenproxy.samples.export import ExportRefused, chosen_rollouts
 from tokenproxy.settings import Settings, load_settings
 from tokenproxy.viewer.exported import NotAnExport, read_export
 from tokenproxy.viewer.page import single_file
@@ -23,8 +21,6 @@ from tokenproxy.viewer.served import ViewError, page_from_server
 from tokenproxy.web.parameters import check_name
 
 _WRONG_USE = (BadRequest, ExportRefused, NotAnExport, TokenizerUnavailable, ValueError)
-_QUIET_S = 2.0
-"""Seconds before the command shows its progress."""
 _NO_TOKENIZER = "pass --tokenizer MODEL to see the texts of the ids"
 
 
@@ -40,7 +36,9 @@ def run_view(options: argparse.Namespace) -> int:
             return _serve(options)
         if options.url:
             names = [check_name(name, "SESSION") for name in options.target]
-            data = page_from_server(options.url, options.api_key, _with_progress(names))
+            data = page_from_server(
+                options.url, options.api_key, progress_bar(names, unit=" sessions", desc="view")
+            )
         else:
             data = _from_recordings(options)
         out = Path(options.output or _default_name(options.target))
@@ -111,7 +109,7 @@ def _from_recordings(options: argparse.Namespace) -> PageData:
     if names:
         recordings += asyncio.run(_read_store(chosen_store(options), names))
     page = PageData()
-    for recording in _with_progress(recordings):
+    for recording in progress_bar(recordings, unit=" sessions", desc="view"):
         add_recording(page, recording, tokenizer, "" if tokenizer else _NO_TOKENIZER)
     page.fold()
     return page
@@ -132,8 +130,3 @@ async def _read_store(store: Store, names: Sequence[str]) -> list[RecordedSessio
         return recordings
     finally:
         await store.aclose()
-
-
-def _with_progress(items: Sequence[Any]) -> Iterator[Any]:
-    every = 0.2 if sys.stderr.isatty() else 10.0
-    yield from tqdm(items, unit=" sessions", desc="view", delay=_QUIET_S, mininterval=every, file=sys.stderr)

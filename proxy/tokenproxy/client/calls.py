@@ -23,6 +23,7 @@ from tokenproxy.client.values import (
     FeedSelection,
     ModelInfo,
     SampleSelection,
+    SessionFields,
     SessionInfo,
     SessionSampleList,
     TokenTurn,
@@ -132,51 +133,55 @@ class Patience:
         return max(self._pause_s, min(retry_after_s or 0.0, LONGEST_PAUSE_S))
 
 
-def list_models() -> Call[list[ModelInfo]]:
-    """The models that the engines serve."""
+# --- one function for each method of the clients
+
+
+def models() -> Call[list[ModelInfo]]:
+    """The models that the engines serve, base model and adapters."""
     return Call("GET", "/v1/models", _field("data", list[ModelInfo]))
 
 
-def save_session(
-    session: str | None,
-    *,
-    defaults: Mapping[str, Any] | None = None,
-    overrides: Mapping[str, Any] | None = None,
-    metadata: Mapping[str, Any] | None = None,
-    limits: Mapping[str, float] | None = None,
-    policy: Mapping[str, Any] | None = None,
-) -> Call[SessionInfo]:
-    """Create a session, or change those of its fields that are not None."""
-    fields = {"id": session, "defaults": defaults, "overrides": overrides, "metadata": metadata}
-    fields |= {"limits": limits, "policy": policy}
-    body = {name: value for name, value in fields.items() if value is not None}
+def create_session(session: str | None = None, **fields: Unpack[SessionFields]) -> Call[SessionInfo]:
+    """Create a session, or change its description.
+
+    Args:
+        session: its name; None lets the proxy choose one.
+    """
+    if unknown := fields.keys() - SessionFields.__annotations__.keys():
+        raise TypeError(f"a session has no field {min(unknown)!r}")
+    body = {name: value for name, value in {"id": session, **fields}.items() if value is not None}
     return Call("POST", "/v1/sessions", _reader(SessionInfo), body=body)
 
 
-def read_session(session: str, ids: bool) -> Call[SessionInfo]:
-    """Read a session with its turns."""
+def session(session: str, *, ids: bool = False) -> Call[SessionInfo]:
+    """A session with its turns; `ids` adds their ids and log-probabilities."""
     query = [("ids", "true")] if ids else []
     return Call("GET", _session_path(session), _reader(SessionInfo), query=query)
 
 
 def delete_session(session: str) -> Call[None]:
-    """Remove a session with its turns."""
+    """Remove a session with all its turns."""
     return Call("DELETE", _session_path(session), _nothing)
 
 
 def end_session(session: str) -> Call[bool]:
-    """End a session; whether it is newly in the feed."""
+    """End a session: no request follows. False if the feed has it already, or it has no turns."""
     return Call("POST", _session_path(session, "/end"), _field("finished", bool))
 
 
+def set_reward(session: str, reward: float, *, turn: str | None = None) -> Call[dict[str, float]]:
+    """Set the reward of a session, which finishes it, or of one turn. Returns all its rewards."""
+    return set_rewards(session, {turn or "": reward})
+
+
 def set_rewards(session: str, rewards: Mapping[str, float]) -> Call[dict[str, float]]:
-    """Set the rewards of turns, or of the whole rollout by ""; all rewards of the session."""
+    """Set the rewards of turns by their ids, and of the session by "". Returns all its rewards."""
     path, body = _session_path(session, "/reward"), {"rewards": dict(rewards)}
     return Call("POST", path, _field("rewards", dict[str, float]), body=body)
 
 
-def session_samples(session: str, **selection: Unpack[SampleSelection]) -> Call[SessionSampleList]:
-    """The samples of one session."""
+def samples(session: str, **selection: Unpack[SampleSelection]) -> Call[SessionSampleList]:
+    """The training samples of one session."""
     query = _selected(selection)
     return Call("GET", _session_path(session, "/samples"), _reader(SessionSampleList), query=query)
 
@@ -189,9 +194,17 @@ def _selected(selection: SampleSelection) -> list[tuple[str, str]]:
 
 
 def read_feed(
-    consumer: str | None, after: str | None, wait_s: float, **selection: Unpack[FeedSelection]
+    consumer: str | None = None,
+    *,
+    after: str | None = None,
+    wait_s: float = 0.0,
+    **selection: Unpack[FeedSelection],
 ) -> Call[FeedPage]:
-    """Read finished rollouts."""
+    """Finished rollouts after a cursor, else after what the consumer acknowledged, else all.
+
+    Args:
+        wait_s: seconds to wait until there is one.
+    """
     metadata, versions = selection.get("metadata"), selection.get("weight_versions", ())
     query = [("wait", f"{wait_s:g}"), ("limit", str(selection.get("limit", 16)))]
     query += [("metadata", f"{key}={value}") for key, value in (metadata or {}).items()]
@@ -204,30 +217,43 @@ def read_feed(
 
 
 def acknowledge(consumer: str, cursor: str) -> Call[str]:
-    """Acknowledge everything up to a cursor; the cursor that is acknowledged now."""
+    """Note that a consumer has processed everything up to a cursor; returns the acknowledged cursor."""
     body = {"consumer": consumer, "cursor": cursor}
     return Call("POST", "/v1/samples/ack", _field("cursor", str), body=body)
 
 
-def list_consumers() -> Call[list[FeedConsumer]]:
-    """The consumers of the feed."""
+def consumers() -> Call[list[FeedConsumer]]:
+    """The consumers of the feed, and how far each has read."""
     return Call("GET", "/v1/samples/consumers", _field("data", list[FeedConsumer]))
 
 
 def forget_consumer(consumer: str) -> Call[None]:
-    """Remove a consumer."""
+    """Remove a consumer; if it reads again, it starts with the first rollout."""
     return Call("DELETE", f"/v1/samples/consumers/{quote(consumer, safe='')}", _nothing)
 
 
 def token_turn(
-    prompt_ids: Sequence[int] | None,
-    append_messages: Sequence[Mapping[str, Any]] | None,
-    messages: Sequence[Mapping[str, Any]] | None,
-    session: str | None,
-    timeout_s: float | None,
-    options: Mapping[str, Any],
+    prompt_ids: Sequence[int] | None = None,
+    append_messages: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    messages: Sequence[Mapping[str, Any]] | None = None,
+    session: str | None = None,
+    timeout_s: float | None = None,
+    **options: Any,
 ) -> Call[TokenTurn]:
-    """One turn of the token route. Raises ValueError for options that would give more than one response."""
+    """Sample one turn on exact ids, with log-probabilities.
+
+    Args:
+        prompt_ids: the exact prompt: `TokenTurn.ids` of the turn before. None for a first turn.
+        append_messages: messages to append to it: tool results, user text.
+        messages: those of a first turn; or, with `prompt_ids`, the history that led to them.
+        session: the rollout that records the turn.
+        timeout_s: for the response; None for no limit.
+        options: other fields of a chat completion: `model`, `temperature`, `tools`, ...
+
+    Raises:
+        ValueError: `stream` or `n` is among the options.
+    """
     if options.get("stream") or options.get("n", 1) != 1:
         raise ValueError("a token turn is one whole response: leave out `stream` and `n`")
     given = {"prompt_ids": prompt_ids, "append_messages": append_messages, "messages": messages}

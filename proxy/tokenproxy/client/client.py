@@ -1,29 +1,53 @@
-"""The clients of the proxy: `Client` blocks, `AsyncClient` has the same methods for asyncio."""
+"""The clients of the proxy: `Client` blocks, `AsyncClient` has the same methods for asyncio.
+
+The functions of `calls` declare each method once, for both.
+"""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import Any, Self, TypeVar, Unpack
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import update_wrapper
+from inspect import Parameter, signature
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack, get_args
 
 import httpx
 
 from tokenproxy.client import calls
 from tokenproxy.client.calls import Address, Call, Patience
 from tokenproxy.client.errors import ProxyError
-from tokenproxy.client.values import (
-    FeedConsumer,
-    FeedPage,
-    FeedRollout,
-    FeedSelection,
-    ModelInfo,
-    SampleSelection,
-    SessionFields,
-    SessionInfo,
-    SessionSampleList,
-    TokenTurn,
-)
+from tokenproxy.client.values import FeedRollout, FeedSelection
 
+M = TypeVar("M", bound=Callable[..., Any])
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _blocking(make: Callable[P, Call[T]]) -> Callable[Concatenate["Client", P], T]:
+    """The method of `Client` that sends the request of a function of `calls`."""
+
+    def send(client: "Client", /, *args: P.args, **options: P.kwargs) -> T:
+        return client._run(make(*args, **options))
+
+    return _described(send, make)
+
+
+def _awaited(make: Callable[P, Call[T]]) -> Callable[Concatenate["AsyncClient", P], Awaitable[T]]:
+    """The same of `AsyncClient`."""
+
+    async def send(client: "AsyncClient", /, *args: P.args, **options: P.kwargs) -> T:
+        return await client._run(make(*args, **options))
+
+    return _described(send, make)
+
+
+def _described(method: M, make: Callable[..., Call[Any]]) -> M:
+    """The method with the name, the parameters and the description of what makes its request."""
+    shown = signature(make)
+    own = [Parameter("self", Parameter.POSITIONAL_OR_KEYWORD), *shown.parameters.values()]
+    result = get_args(shown.return_annotation)[0]
+    update_wrapper(method, make)
+    method.__signature__ = shown.replace(parameters=own, return_annotation=result)  # type: ignore[attr-defined]
+    return method
 
 
 class Client:
@@ -55,56 +79,19 @@ class Client:
         if self._owned:
             self._http.close()
 
-    def models(self) -> list[ModelInfo]:
-        """The models that the engines serve, base model and adapters."""
-        return self._run(calls.list_models())
-
-    def create_session(self, session: str | None = None, **fields: Unpack[SessionFields]) -> SessionInfo:
-        """Create a session, or change its description.
-
-        Args:
-            session: its name; None lets the proxy choose one.
-        """
-        return self._run(calls.save_session(session, **fields))
-
-    def session(self, session: str, *, ids: bool = False) -> SessionInfo:
-        """A session with its turns; `ids` adds their ids and log-probabilities."""
-        return self._run(calls.read_session(session, ids))
-
-    def delete_session(self, session: str) -> None:
-        """Remove a session with all its turns."""
-        self._run(calls.delete_session(session))
-
-    def end_session(self, session: str) -> bool:
-        """End a session: no request follows. False if the feed has it already, or it has no turns."""
-        return self._run(calls.end_session(session))
-
-    def set_reward(self, session: str, reward: float, *, turn: str | None = None) -> dict[str, float]:
-        """Set the reward of a session, which finishes it, or of one turn. Returns all its rewards."""
-        return self._run(calls.set_rewards(session, {turn or "": reward}))
-
-    def set_rewards(self, session: str, rewards: Mapping[str, float]) -> dict[str, float]:
-        """Set the rewards of turns by their ids, and of the session by "". Returns all its rewards."""
-        return self._run(calls.set_rewards(session, rewards))
-
-    def samples(self, session: str, **selection: Unpack[SampleSelection]) -> SessionSampleList:
-        """The training samples of one session."""
-        return self._run(calls.session_samples(session, **selection))
-
-    def read_feed(
-        self,
-        consumer: str | None = None,
-        *,
-        after: str | None = None,
-        wait_s: float = 0.0,
-        **selection: Unpack[FeedSelection],
-    ) -> FeedPage:
-        """Finished rollouts after a cursor, else after what the consumer acknowledged, else all.
-
-        Args:
-            wait_s: seconds to wait until there is one.
-        """
-        return self._run(calls.read_feed(consumer, after, wait_s, **selection))
+    models = _blocking(calls.models)
+    create_session = _blocking(calls.create_session)
+    session = _blocking(calls.session)
+    delete_session = _blocking(calls.delete_session)
+    end_session = _blocking(calls.end_session)
+    set_reward = _blocking(calls.set_reward)
+    set_rewards = _blocking(calls.set_rewards)
+    samples = _blocking(calls.samples)
+    read_feed = _blocking(calls.read_feed)
+    acknowledge = _blocking(calls.acknowledge)
+    consumers = _blocking(calls.consumers)
+    forget_consumer = _blocking(calls.forget_consumer)
+    token_turn = _blocking(calls.token_turn)
 
     def feed(
         self,
@@ -128,49 +115,11 @@ class Client:
         """
         selection = calls.repeatable(selection)
         while True:
-            page = self._retry(calls.read_feed(consumer, after, wait_s, **selection), patience_s)
+            page = self._retry(calls.read_feed(consumer, after=after, wait_s=wait_s, **selection), patience_s)
             yield from page.data
             if acknowledge and page.cursor != after:
                 self._retry(calls.acknowledge(consumer, page.cursor), patience_s)
             after = page.cursor
-
-    def acknowledge(self, consumer: str, cursor: str) -> str:
-        """Note that a consumer has processed everything up to a cursor; returns the acknowledged cursor."""
-        return self._run(calls.acknowledge(consumer, cursor))
-
-    def consumers(self) -> list[FeedConsumer]:
-        """The consumers of the feed, and how far each has read."""
-        return self._run(calls.list_consumers())
-
-    def forget_consumer(self, consumer: str) -> None:
-        """Remove a consumer; if it reads again, it starts with the first rollout."""
-        self._run(calls.forget_consumer(consumer))
-
-    def token_turn(
-        self,
-        prompt_ids: Sequence[int] | None = None,
-        append_messages: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-        session: str | None = None,
-        timeout_s: float | None = None,
-        **options: Any,
-    ) -> TokenTurn:
-        """Sample one turn on exact ids, with log-probabilities.
-
-        Args:
-            prompt_ids: the exact prompt: `TokenTurn.ids` of the turn before. None for a first turn.
-            append_messages: messages to append to it: tool results, user text.
-            messages: those of a first turn; or, with `prompt_ids`, the history that led to them.
-            session: the rollout that records the turn.
-            timeout_s: for the response; None for no limit.
-            options: other fields of a chat completion: `model`, `temperature`, `tools`, ...
-
-        Raises:
-            ValueError: `stream` or `n` is among the options.
-        """
-        call = calls.token_turn(prompt_ids, append_messages, messages, session, timeout_s, options)
-        return self._run(call)
 
     def _run(self, call: Call[T]) -> T:
         with self._address.explained():
@@ -211,50 +160,19 @@ class AsyncClient:
         if self._owned:
             await self._http.aclose()
 
-    async def models(self) -> list[ModelInfo]:
-        """See `Client.models`."""
-        return await self._run(calls.list_models())
-
-    async def create_session(
-        self, session: str | None = None, **fields: Unpack[SessionFields]
-    ) -> SessionInfo:
-        """See `Client.create_session`."""
-        return await self._run(calls.save_session(session, **fields))
-
-    async def session(self, session: str, *, ids: bool = False) -> SessionInfo:
-        """See `Client.session`."""
-        return await self._run(calls.read_session(session, ids))
-
-    async def delete_session(self, session: str) -> None:
-        """See `Client.delete_session`."""
-        await self._run(calls.delete_session(session))
-
-    async def end_session(self, session: str) -> bool:
-        """See `Client.end_session`."""
-        return await self._run(calls.end_session(session))
-
-    async def set_reward(self, session: str, reward: float, *, turn: str | None = None) -> dict[str, float]:
-        """See `Client.set_reward`."""
-        return await self._run(calls.set_rewards(session, {turn or "": reward}))
-
-    async def set_rewards(self, session: str, rewards: Mapping[str, float]) -> dict[str, float]:
-        """See `Client.set_rewards`."""
-        return await self._run(calls.set_rewards(session, rewards))
-
-    async def samples(self, session: str, **selection: Unpack[SampleSelection]) -> SessionSampleList:
-        """See `Client.samples`."""
-        return await self._run(calls.session_samples(session, **selection))
-
-    async def read_feed(
-        self,
-        consumer: str | None = None,
-        *,
-        after: str | None = None,
-        wait_s: float = 0.0,
-        **selection: Unpack[FeedSelection],
-    ) -> FeedPage:
-        """See `Client.read_feed`."""
-        return await self._run(calls.read_feed(consumer, after, wait_s, **selection))
+    models = _awaited(calls.models)
+    create_session = _awaited(calls.create_session)
+    session = _awaited(calls.session)
+    delete_session = _awaited(calls.delete_session)
+    end_session = _awaited(calls.end_session)
+    set_reward = _awaited(calls.set_reward)
+    set_rewards = _awaited(calls.set_rewards)
+    samples = _awaited(calls.samples)
+    read_feed = _awaited(calls.read_feed)
+    acknowledge = _awaited(calls.acknowledge)
+    consumers = _awaited(calls.consumers)
+    forget_consumer = _awaited(calls.forget_consumer)
+    token_turn = _awaited(calls.token_turn)
 
     async def feed(
         self,
@@ -269,38 +187,14 @@ class AsyncClient:
         """See `Client.feed`."""
         selection = calls.repeatable(selection)
         while True:
-            page = await self._retry(calls.read_feed(consumer, after, wait_s, **selection), patience_s)
+            page = await self._retry(
+                calls.read_feed(consumer, after=after, wait_s=wait_s, **selection), patience_s
+            )
             for rollout in page.data:
                 yield rollout
             if acknowledge and page.cursor != after:
                 await self._retry(calls.acknowledge(consumer, page.cursor), patience_s)
             after = page.cursor
-
-    async def acknowledge(self, consumer: str, cursor: str) -> str:
-        """See `Client.acknowledge`."""
-        return await self._run(calls.acknowledge(consumer, cursor))
-
-    async def consumers(self) -> list[FeedConsumer]:
-        """See `Client.consumers`."""
-        return await self._run(calls.list_consumers())
-
-    async def forget_consumer(self, consumer: str) -> None:
-        """See `Client.forget_consumer`."""
-        await self._run(calls.forget_consumer(consumer))
-
-    async def token_turn(
-        self,
-        prompt_ids: Sequence[int] | None = None,
-        append_messages: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-        session: str | None = None,
-        timeout_s: float | None = None,
-        **options: Any,
-    ) -> TokenTurn:
-        """See `Client.token_turn`."""
-        call = calls.token_turn(prompt_ids, append_messages, messages, session, timeout_s, options)
-        return await self._run(call)
 
     async def _run(self, call: Call[T]) -> T:
         with self._address.explained():

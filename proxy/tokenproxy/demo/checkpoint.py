@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tokenproxy.app.children import child_environment
 from tokenproxy.demo import CheckpointError, MissingPackageError
-from tokenproxy.demo.progress import Progress, heartbeat, print_progress
+from tokenproxy.demo.progress import heartbeat
 
 RECIPE = 1
 """Version of the conversion. Increase it when `tokenproxy.demo.convert` changes what it writes."""
@@ -47,7 +47,7 @@ def checkpoint_name(package_version: str) -> str:
     return f"smollm2-135m-instruct-{package_version}-r{RECIPE}-{template}"
 
 
-def ensure_checkpoint(cache_dir: Path | None = None, progress: Progress = print_progress) -> Path:
+def ensure_checkpoint(cache_dir: Path | None = None) -> Path:
     """Return the checkpoint's folder; write it first if it does not exist (20-40 s, 0.3 GB).
 
     The folder holds bfloat16 safetensors, config, generation config (stop token `<|im_end|>`, id 2) and the
@@ -66,7 +66,7 @@ def ensure_checkpoint(cache_dir: Path | None = None, progress: Progress = print_
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        with heartbeat(progress, f"writing the model's checkpoint to {folder}"):
+        with heartbeat(f"writing the model's checkpoint to {folder}"):
             _convert(gguf_file, scratch)
         _publish(scratch, folder)
     finally:

@@ -8,16 +8,18 @@ The client is an unmodified OpenAI SDK. Nothing here tokenizes or detokenizes.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 from uuid import uuid4
 
+import numpy as np
 from openai import NotFoundError, OpenAI, OpenAIError
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 
+from chat_tokenizer.ids_difference import common_prefix
 from tokenproxy.demo import ConversationError
-from tokenproxy.demo.progress import Progress, heartbeat, print_progress
+from tokenproxy.demo.progress import heartbeat
 from tokenproxy.demo.tools import TOOLS, call_tool
 
 TEMPERATURE = 1.2
@@ -188,8 +190,6 @@ class StockRoute(ChatRoute):
 def converse(
     route: TokenRoute | ChatRoute,
     model: str,
-    script: Sequence[Step] = SCRIPT,
-    progress: Progress = print_progress,
 ) -> Conversation:
     """Hold the scripted conversation over `route`, and report every 2 s which turn is being generated.
 
@@ -199,10 +199,10 @@ def converse(
     turns = []
     ids_before: list[int] = []
     completion: ChatCompletion | None = None
-    for number, step in enumerate(script, start=1):
+    for number, step in enumerate(SCRIPT, start=1):
         new_messages = list(_new_messages(step, completion))
         started = time.monotonic()
-        with heartbeat(progress, f"{route.name}, turn {number} of {len(script)}"):
+        with heartbeat(f"{route.name}, turn {number} of {len(SCRIPT)}"):
             try:
                 completion = route.next_turn(new_messages, **_options(model, step, number))
             except NotFoundError as error:
@@ -217,14 +217,6 @@ def converse(
         prompt_ids, completion_ids = ids_of(completion)
         ids_before = prompt_ids + completion_ids
     return Conversation(route.name, tuple(turns), route.session)
-
-
-def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of the longest common prefix of two id sequences."""
-    return next(
-        (index for index, (a, b) in enumerate(zip(left, right, strict=False)) if a != b),
-        min(len(left), len(right)),
-    )
 
 
 def ids_of(completion: ChatCompletion) -> tuple[list[int], list[int]]:
@@ -279,7 +271,7 @@ def _turn(number: int, step: Step, completion: ChatCompletion, ids_before: list[
         prompt=len(prompt_ids),
         completion=len(completion_ids),
         before=len(ids_before),
-        reused=common_prefix(ids_before, prompt_ids),
+        reused=common_prefix(np.array(ids_before, np.int64), np.array(prompt_ids, np.int64)),
         cached=details.cached_tokens if details else None,
         seconds=seconds,
     )

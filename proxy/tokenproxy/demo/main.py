@@ -1,21 +1,22 @@
 """`tokenproxy demo`: start vLLM on this machine, hold one conversation over three routes, compare them."""
 
+import argparse
 import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from pathlib import Path
 from types import FrameType
 from urllib.parse import quote
 
 from openai import OpenAI, OpenAIError
 
+from tokenproxy.base.urls import PORT
 from tokenproxy.demo import ConversationError, DemoError, EngineStartError
 from tokenproxy.demo.checkpoint import default_cache_dir, ensure_checkpoint
 from tokenproxy.demo.conversation import ChatRoute, Conversation, StockRoute, TokenRoute, Turn, converse
-from tokenproxy.demo.progress import Progress, print_progress
+from tokenproxy.demo.progress import progress
 from tokenproxy.demo.stack import MODEL_NAME, EngineProcess
 from tokenproxy.viewer.page import single_file
 from tokenproxy.viewer.served import ViewError, page_from_server
@@ -42,53 +43,38 @@ print(turn["prompt_token_ids"], turn["choices"][0]["token_ids"], turn["choices"]
 """
 
 
-def run_demo(
-    host: str,
-    port: int,
-    serve: bool,
-    keep_log: Path | None,
-    api_server_count: int = 2,
-    url: str | None = None,
-) -> int:
+def run_demo(options: argparse.Namespace) -> int:
     """Start a server, show that its token route and chat route keep the ids exact, and stop it.
 
-    Results go to stdout, progress to stderr.
-
-    Args:
-        host: address that the engine listens on.
-        port: its port; 0 picks a free one.
-        serve: instead of the conversations, print how to use the server and run it until Ctrl-C.
-        keep_log: file to keep vLLM's log in; None deletes the log.
-        api_server_count: number of vLLM's API server processes.
-        url: use this running server, with or without `/v1`, instead of starting one.
+    With `--url` it uses a running one. With `--serve` it prints how to use the server in place of the
+    conversations, and runs it until Ctrl-C. Results go to stdout, progress to stderr.
 
     Returns:
         0 if every follow-up turn of both routes was exact; 1 if one was not; 2 if the server did not
         start or respond; 130 if the demo was interrupted.
     """
-    progress = print_progress
     try:
         with _sigterm_as_interrupt():
-            if url is not None:
-                if serve:
+            if options.url is not None:
+                if options.serve:
                     raise DemoError(
                         "--serve starts a server, --url uses a running one: pass only one of them"
                     )
-                return _compare(url.rstrip("/").removesuffix("/v1"), progress, keeps_running=True)
+                return _compare(options.url.rstrip("/").removesuffix("/v1"), keeps_running=True)
             with EngineProcess(
-                ensure_checkpoint(progress=progress),
-                host=host,
-                port=port,
-                api_server_count=api_server_count,
-                log_file=keep_log,
+                ensure_checkpoint(),
+                host=options.host,
+                port=options.port if options.port is not None else PORT if options.serve else 0,
+                api_server_count=options.api_server_count,
+                log_file=options.log,
             ) as engine:
-                engine.wait_ready(progress=progress)
-                if serve:
-                    return _serve(engine, progress)
-                return _compare(engine.url, progress, keeps_running=False)
+                engine.wait_ready()
+                if options.serve:
+                    return _serve(engine)
+                return _compare(engine.url, keeps_running=False)
     except DemoError as error:
         progress(f"tokenproxy demo: {error}")
-        if isinstance(error, EngineStartError) and keep_log is None:
+        if isinstance(error, EngineStartError) and options.log is None:
             progress("to keep the whole log of vLLM, pass --log FILE")
         return _NOT_RUN
     except KeyboardInterrupt:
@@ -96,7 +82,7 @@ def run_demo(
         return 130
 
 
-def _compare(url: str, progress: Progress, *, keeps_running: bool) -> int:
+def _compare(url: str, *, keeps_running: bool) -> int:
     """Hold the conversations and print the table.
 
     Args:
@@ -110,14 +96,14 @@ def _compare(url: str, progress: Progress, *, keeps_running: bool) -> int:
     client = OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
     model = _served_model(client, url)
     started = time.monotonic()
-    tokens = converse(TokenRoute(client), model, progress=progress)
-    chat = converse(ChatRoute(client), model, progress=progress)
-    stock = converse(StockRoute(client), model, progress=progress)
+    tokens = converse(TokenRoute(client), model)
+    chat = converse(ChatRoute(client), model)
+    stock = converse(StockRoute(client), model)
     print(render(chat, stock))
     print(summary(tokens))
     progress(f"the three conversations took {time.monotonic() - started:.0f} s")
     sessions = [found.session for found in (tokens, chat, stock) if found.session is not None]
-    _show_rollouts(url, key, sessions, keeps_running, progress)
+    _show_rollouts(url, key, sessions, keeps_running)
     return _EXACT if all(result.exact == result.follow_ups for result in (tokens, chat)) else _BROKEN
 
 
@@ -161,9 +147,7 @@ def _cells(values: Sequence[object]) -> str:
     return "".join(f"{value!s:>{width}}" for value, (_, width) in zip(values, _SIDE, strict=True))
 
 
-def _show_rollouts(
-    url: str, key: str, sessions: Sequence[str], keeps_running: bool, progress: Progress
-) -> None:
+def _show_rollouts(url: str, key: str, sessions: Sequence[str], keeps_running: bool) -> None:
     """Print where to look at the conversations side by side."""
     if not sessions:
         return
@@ -201,7 +185,7 @@ def _served_model(client: OpenAI, url: str) -> str:
     return models[0].id
 
 
-def _serve(engine: EngineProcess, progress: Progress) -> int:
+def _serve(engine: EngineProcess) -> int:
     print(f"serving {MODEL_NAME} at {engine.url}/v1 until Ctrl-C; from Python:\n")
     print(_HOW_TO.format(url=engine.url, model=MODEL_NAME))
     print(f"the recorded rollouts: {engine.url}/viewer", flush=True)

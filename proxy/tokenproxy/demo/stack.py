@@ -15,7 +15,7 @@ from typing import Self
 
 from tokenproxy.app.children import child_environment, end_group, free_port
 from tokenproxy.demo import EngineStartError
-from tokenproxy.demo.progress import Progress, heartbeat, print_progress, shorten
+from tokenproxy.demo.progress import heartbeat
 
 MODEL_NAME = "smollm2"
 
@@ -149,14 +149,14 @@ class EngineProcess:
                 start_new_session=True,
             )
 
-    def wait_ready(self, timeout_s: float = 300.0, progress: Progress = print_progress) -> None:
+    def wait_ready(self, timeout_s: float = 300.0) -> None:
         """Block until `/health` returns 200; report the elapsed time and vLLM's last log line every 2 s.
 
         Raises:
             EngineStartError: the server ended, or is not ready after `timeout_s` seconds; has the log's end.
         """
         deadline = time.monotonic() + timeout_s
-        with heartbeat(progress, "starting vLLM", self.last_log_line):
+        with heartbeat("starting vLLM", self.last_log_line):
             while not self._is_healthy():
                 self.check_alive()
                 if time.monotonic() >= deadline:
@@ -173,7 +173,7 @@ class EngineProcess:
         if self._process is None or code is not None:
             raise EngineStartError(f"vLLM ended with code {code}{self._log_suffix()}")
 
-    def stop(self, grace_s: float = 15.0, progress: Progress = print_progress) -> None:
+    def stop(self, grace_s: float = 15.0) -> None:
         """End all processes of the server; does nothing if it does not run.
 
         It sends SIGTERM, and after `grace_s` seconds SIGKILL to the processes that still run.
@@ -184,7 +184,7 @@ class EngineProcess:
         if self._process is None:
             return
         process, self._process = self._process, None
-        with heartbeat(progress, "stopping vLLM"):
+        with heartbeat("stopping vLLM"):
             surviving = end_group(process.pid, grace_s)
         process.poll()
         if self._log_file is not None and not self._keeps_log:
@@ -193,18 +193,14 @@ class EngineProcess:
         if surviving:
             raise RuntimeError(f"processes of vLLM survived SIGKILL: {surviving}")
 
-    def log_tail(self, lines: int = 20) -> str:
-        """The last `lines` lines of the log."""
-        return "\n".join(self._log_lines()[-lines:])
-
-    def last_log_line(self, limit: int = 70) -> str:
-        """The last line of the log that has words, without its prefix, cut to `limit` characters."""
+    def last_log_line(self) -> str:
+        """The last line of the log that has words, without its prefix, cut to 70 characters."""
         for line in reversed(self._log_lines()):
             match = _LOG_PREFIX.match(line)
             text = match["text"].strip() if match else ""
             # Lines without words are vLLM's banner, drawn with block characters.
             if re.search(r"[A-Za-z]{3}", text):
-                return shorten(text, limit)
+                return text if len(text) <= 70 else f"{text[:69]}…"
         return ""
 
     @property
@@ -239,7 +235,8 @@ class EngineProcess:
 
     def _log_suffix(self) -> str:
         log_path = f" ({self._log_file})" if self._keeps_log else ""
-        return f"; its log{log_path} ends with:\n{self.log_tail()}"
+        tail = "\n".join(self._log_lines()[-20:])
+        return f"; its log{log_path} ends with:\n{tail}"
 
     def _log_lines(self) -> list[str]:
         if self._log_file is None or not self._log_file.exists():

@@ -1,7 +1,8 @@
 """A wire format of a turn: a parser from an HTTP request to a `ChatRequest`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from tokenproxy.base.errors import BadRequest
 from tokenproxy.base.fields import flag, raw, raw_value, read, stream_options
@@ -37,7 +38,7 @@ IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "min
 
 
 @dataclass(frozen=True, slots=True)
-class SessionFields:
+class NamedSession:
     """The session of a request, and the fields that it sets."""
 
     ref: SessionRef
@@ -58,11 +59,11 @@ class SessionFields:
 class Format(Protocol):
     """One wire format of a turn."""
 
-    path: ClassVar[str] = ""
-    summary: ClassVar[str] = ""
-    openapi: ClassVar[dict[str, Any]] = {}
+    path: str = ""
+    summary: str = ""
+    openapi: Mapping[str, Any] = {}
 
-    def parse(self, request: Request, session: SessionFields | None) -> ChatRequest:
+    def parse(self, request: Request, session: NamedSession | None) -> ChatRequest:
         """Parse the request, once.
 
         Args:
@@ -96,7 +97,7 @@ def visible_of(fields: Fields, *, logprobs: bool | None = None) -> Visible:
     return Visible(ids and reasoning, logprobs and reasoning, usage, running, reasoning, on_messages)
 
 
-def apply_session(fields: Fields, session: SessionFields | None) -> None:
+def apply_session(fields: Fields, session: NamedSession | None) -> None:
     """Add the session's defaults where the request sets nothing, and always its overrides."""
     if session is None:
         return
@@ -109,7 +110,7 @@ def apply_session(fields: Fields, session: SessionFields | None) -> None:
 def chat_request(
     request: Request,
     fields: Fields,
-    session: SessionFields | None,
+    session: NamedSession | None,
     visible: Visible,
     **more: Any,
 ) -> ChatRequest:
@@ -144,7 +145,7 @@ def chat_request(
 
 
 def shared_fields(
-    request: Request, fields: Fields, session: SessionFields | None, sampling: Fields
+    request: Request, fields: Fields, session: NamedSession | None, sampling: Fields
 ) -> dict[str, Any]:
     """The fields of a `ChatRequest` that do not depend on the wire format.
 

@@ -1,7 +1,5 @@
 """Chat completions: `POST /v1/chat/completions`, and `/tokens` below it, whose prompt is exact ids."""
 
-from typing import Any, ClassVar
-
 import msgspec
 
 from tokenproxy.base.errors import BadRequest
@@ -13,7 +11,7 @@ from tokenproxy.engine.token_in import CHAT_PATH
 from tokenproxy.formats.base import (
     IDS,
     Format,
-    SessionFields,
+    NamedSession,
     apply_session,
     chat_request,
     request_body,
@@ -36,10 +34,10 @@ _MESSAGES = {"type": "array", "items": {"type": "object"}}
 class ChatFormat(Format):
     """A chat completion or its stream of chunks, with ids and logprobs if the client requests them."""
 
-    path: ClassVar[str] = CHAT_PATH
-    summary: ClassVar[str] = "Chat completion, token-exact over turns"
+    path = CHAT_PATH
+    summary = "Chat completion, token-exact over turns"
 
-    def parse(self, request: Request, session: SessionFields | None) -> ChatRequest:
+    def parse(self, request: Request, session: NamedSession | None) -> ChatRequest:
         """See `Format.parse`."""
         fields = parse(request.body)
         visible = visible_of(fields)
@@ -53,9 +51,9 @@ class ChatFormat(Format):
 class TokensFormat(Format):
     """Accepts ids, or messages for a first turn; the response holds ids unless the request disables them."""
 
-    path: ClassVar[str] = "/v1/chat/completions/tokens"
-    summary: ClassVar[str] = "Chat completion on exact prompt ids"
-    openapi: ClassVar[dict[str, Any]] = request_body(
+    path = "/v1/chat/completions/tokens"
+    summary = "Chat completion on exact prompt ids"
+    openapi = request_body(
         "The fields of a vLLM chat completion, and these.",
         {
             "prompt_ids": {**IDS, "description": "The exact prompt."},
@@ -75,7 +73,7 @@ class TokensFormat(Format):
         },
     )
 
-    def parse(self, request: Request, session: SessionFields | None) -> ChatRequest:
+    def parse(self, request: Request, session: NamedSession | None) -> ChatRequest:
         """See `Format.parse`."""
         fields = parse_with_ids(request.body)
         if raw_value(fields, "return_token_ids") is None:

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
@@ -14,7 +14,7 @@ from tokenproxy.base.types import Fields
 from tokenproxy.formats.base import (
     IDS,
     Format,
-    SessionFields,
+    NamedSession,
     apply_session,
     request_body,
     shared_fields,
@@ -43,11 +43,11 @@ _split = msgspec.json.Decoder(list[msgspec.Raw]).decode
 class CompletionsFormat(Format):
     """Completions of one prompt or many, with ids and log-probabilities if the client requests them."""
 
-    path: ClassVar[str] = EngineRoute.COMPLETIONS.value
-    summary: ClassVar[str] = "Completions of ids or texts, recorded"
-    openapi: ClassVar[dict[str, Any]] = request_body("The fields of a vLLM completion.", {"prompt": _PROMPT})
+    path = EngineRoute.COMPLETIONS.value
+    summary = "Completions of ids or texts, recorded"
+    openapi = request_body("The fields of a vLLM completion.", {"prompt": _PROMPT})
 
-    def parse(self, request: Request, session: SessionFields | None) -> ChatRequest:
+    def parse(self, request: Request, session: NamedSession | None) -> ChatRequest:
         """See `Format.parse`."""
         fields = parse(request.body)
         visible = visible_of(fields, logprobs=raw_value(fields, "logprobs") is not None)
@@ -70,13 +70,13 @@ class GenerateFormat(Format):
     vLLM serves this route if it runs with `--enable-scale-out`.
     """
 
-    path: ClassVar[str] = EngineRoute.GENERATE.value
-    summary: ClassVar[str] = "Tokens in, tokens out, recorded"
-    openapi: ClassVar[dict[str, Any]] = request_body(
+    path = EngineRoute.GENERATE.value
+    summary = "Tokens in, tokens out, recorded"
+    openapi = request_body(
         "The fields of vLLM's generate route.", {_FIELD: IDS, "sampling_params": {"type": "object"}}
     )
 
-    def parse(self, request: Request, session: SessionFields | None) -> ChatRequest:
+    def parse(self, request: Request, session: NamedSession | None) -> ChatRequest:
         """See `Format.parse`."""
         fields = parse(request.body)
         given = read(fields, "sampling_params", Fields) or {}
@@ -99,7 +99,7 @@ class GenerateFormat(Format):
 
 
 def _prompt_request(
-    request: Request, fields: Fields, session: SessionFields | None, sampling: Fields, **more: Any
+    request: Request, fields: Fields, session: NamedSession | None, sampling: Fields, **more: Any
 ) -> ChatRequest:
     """The `ChatRequest` of a request with prompts in place of messages. Raises BadRequest."""
     return ChatRequest(
@@ -151,7 +151,7 @@ def _read_prompts(fields: Fields) -> tuple[GivenIds | None, ...]:
     return (None,) * len(prompts)
 
 
-def _apply_session(fields: Fields, session: SessionFields | None) -> None:
+def _apply_session(fields: Fields, session: NamedSession | None) -> None:
     """Apply the session's fields, those for sampling in `sampling_params`. Raises BadRequest."""
     if session is None:
         return

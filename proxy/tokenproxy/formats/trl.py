@@ -23,7 +23,7 @@ from tokenproxy.base.fields import is_null, raw, raw_value, read
 from tokenproxy.base.http import Request
 from tokenproxy.base.request import ChatRequest, RetrySigns, Visible
 from tokenproxy.base.types import Fields
-from tokenproxy.formats.base import SessionFields, apply_session, chat_request
+from tokenproxy.formats.base import NamedSession, apply_session, chat_request
 from tokenproxy.formats.prompt_fields import checked_ids
 from tokenproxy.formats.prompts import MOST_PROMPTS
 from tokenproxy.record.completion import Completion
@@ -138,7 +138,7 @@ def _sampling(fields: Fields) -> Fields:
     return taken if is_null(top) else taken | {"logprobs": msgspec.Raw(b"true"), "top_logprobs": top}
 
 
-def turn_of(prompt: Prompt, batch: Batch, request: Request, session: SessionFields | None) -> ChatRequest:
+def turn_of(prompt: Prompt, batch: Batch, request: Request, session: NamedSession | None) -> ChatRequest:
     """The turn of one prompt, which is not text.
 
     Raises:

@@ -15,13 +15,12 @@ from chat_tokenizer import ids
 from chat_tokenizer.messages import image_url
 from chat_tokenizer.placeholders import Span, collapse, expand, find
 from tokenproxy.base.errors import BadRequest
-from tokenproxy.base.images import Image, ImageLimits, InvalidImage, check_image, decode_image
+from tokenproxy.base.images import Image, InvalidImage, check_image, decode_image
 from tokenproxy.base.request import media_kind
 from tokenproxy.record.encoders import EncoderPool
 from tokenproxy.record.turn import PromptImage
 
 _WEB = ("http://", "https://")
-_LIMITS = ImageLimits()
 MAX_IMAGES = 1024
 """Of one prompt."""
 
@@ -118,12 +117,12 @@ class ImageLoader:
     async def _load(self, ref: ImageRef, model: ImageModel, name: str) -> LoadedImage:
         try:
             if not ref.url[:8].lower().startswith(_WEB):
-                image = await self.encoders.run(lambda: decode_image(ref.url, _LIMITS), len(ref.url))
+                image = await self.encoders.run(lambda: decode_image(ref.url), len(ref.url))
             elif self.fetch is None:
                 raise NotLoadable(f"`{ref.where}` is an image on the web (`image_hosts`)")
             else:
                 data = await self.fetch(ref.url)
-                image = await self.encoders.run(lambda: check_image(data, _LIMITS), len(data))
+                image = await self.encoders.run(lambda: check_image(data), len(data))
             return LoadedImage(image, await model.ids_of(image))
         except InvalidImage as error:
             raise BadRequest(f"`{ref.where}`: {error}", param=name, code="invalid_image") from error

@@ -5,12 +5,9 @@ are listed when the export starts; each is exported in its state when it is read
 """
 
 import math
-import os
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
@@ -130,26 +127,6 @@ class Report:
         self.trained_ids += sum(sum(sample.loss_mask) for sample in samples)
         self.unrewarded += sum(sample.reward is None for sample in samples)
         self.refused.update(leaf.reason for leaf in refused)
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that is renamed to its final name if the block ends without an exception, and else is removed.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {path.parent}: create it, or name another file")
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 async def export(

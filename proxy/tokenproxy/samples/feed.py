@@ -6,7 +6,7 @@ with its next revision.
 
 import asyncio
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,26 +40,24 @@ class FeedFilter:
     turns: Selection = EVERYTHING
     """What of a rollout is trained on; rollouts without any of it are not selected."""
 
-    def selects_session(self, session: Session) -> bool:
-        """Whether the metadata of a session are as required."""
-        return not self.metadata or metadata_matches(session.metadata, self.metadata)
-
     def selects_sample(self, sample: Sample) -> bool:
         """Whether the weights of a sample are as required."""
         versions = [{span.version for span in turn.weight_versions} for turn in sample.turns]
         return not self.weight_versions or all(each and each <= self.weight_versions for each in versions)
 
 
-def metadata_matches(metadata: bytes, conditions: Iterable[str]) -> bool:
-    """Whether a session's metadata, a JSON object, meet all conditions.
+def metadata_matches(metadata: bytes, conditions: Sequence[str]) -> bool:
+    """Whether a session's metadata, a JSON object, meet all conditions. Damaged ones meet none.
 
     Args:
         conditions: `KEY=VALUE`. The value is the text of a string, or the JSON of any other value, which is
             compared as JSON: `1` equals `1.0`. Keys may hold "=" too: `a=b=c` is met by the value `c` of the
             key `a=b` and by the value `b=c` of the key `a`.
     """
-    values = parsed(metadata, dict[str, msgspec.Raw])
-    return values is not None and all(
+    if not conditions:
+        return True
+    values = parsed(metadata, dict[str, msgspec.Raw]) or {}
+    return all(
         any(
             condition.startswith(f"{key}=") and _is_value(value, condition[len(key) + 1 :])
             for key, value in values.items()
@@ -118,7 +116,7 @@ async def read_step(store: Store, after: int, limit: int, selected: FeedFilter) 
         for session in page.sessions:
             if len(rollouts) == limit or ids >= MOST_IDS:
                 return FeedStep(rollouts, after, more=True)
-            if selected.selects_session(session):
+            if metadata_matches(session.metadata, selected.metadata):
                 rollout = await _read(store, session, selected)
                 if rollout is not None:
                     rollouts.append(rollout)

@@ -10,7 +10,7 @@ from typing import BinaryIO
 import msgspec
 
 from tokenproxy.record.store import LAST_POSITION, Store, StoreError, StoreUnusable
-from tokenproxy.samples.export import Report
+from tokenproxy.samples.export import JsonLines, Report
 from tokenproxy.samples.feed import FeedFilter, read_step
 from tokenproxy.samples.layouts import Layout
 
@@ -71,9 +71,10 @@ class Follower:
         for rollout in step.rollouts:
             if self._stopped.is_set():
                 return True
-            rows = [self.layout.row(sample) for sample in rollout.samples]
-            file.write(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
-            file.flush()
+            rows = JsonLines(file)
+            for sample in rollout.samples:
+                rows.write(self.layout.row(sample))
+            rows.finish()
             self.position = rollout.session.position
             self.report.add(rollout.samples, rollout.refused)
         self.position = step.position

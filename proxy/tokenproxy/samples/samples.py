@@ -32,6 +32,8 @@ from tokenproxy.samples.tree import TurnTree, last_request, parsed
 
 Shared = Literal["once", "each"]
 """Whether a turn that several samples share is trained in one of them or in each."""
+SHARED: Mapping[str, Shared] = {"once": "once", "each": "each"}
+"""The values by the words of requests."""
 
 WHOLE_ROLLOUT = ""
 """The key of the whole rollout's reward in a mapping of rewards by turn id."""

@@ -1,6 +1,6 @@
 """Sessions and turns as JSON: what `/v1/sessions/{session}` and the viewer show, and what rLLM reads."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -8,7 +8,8 @@ import msgspec
 
 from tokenproxy.record.store import Session
 from tokenproxy.record.turn import Turn, unpack_ids, unpack_logprobs
-from tokenproxy.samples.chains import Link
+from tokenproxy.samples.chains import Link, links_of
+from tokenproxy.samples.classes import agents_of, classes_of
 from tokenproxy.samples.tree import path_of
 
 _split = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -36,6 +37,21 @@ def session_fields(session: Session) -> dict[str, Any]:
         "sampled_ids": session.sampled_ids,
         "bytes": session.size,
     }
+
+
+def shown_turns(
+    turns: Sequence[Turn], shown: Iterable[Turn], more: Callable[[Turn], dict[str, Any]]
+) -> dict[str, Any]:
+    """The agents of a session, and the fields of some of its turns.
+
+    Args:
+        turns: all turns of the session.
+        more: further fields of a turn.
+    """
+    classes = classes_of(turns)
+    links = links_of(turns, classes)
+    fields = [{**turn_fields(turn, classes[turn.id], links[turn.id]), **more(turn)} for turn in shown]
+    return {"agents": agents_of(turns, classes), "turns": fields}
 
 
 def turn_fields(turn: Turn, request_class: str, link: Link) -> dict[str, Any]:

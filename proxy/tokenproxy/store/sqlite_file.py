@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from tokenproxy.base.tasks import locked_folder
+from tokenproxy.base.files import locked_folder
 from tokenproxy.record.store import RecordRefused, StoreError, StoreStalled, StoreUnusable
 from tokenproxy.store.packed import text
 

@@ -1,5 +1,6 @@
 """The loop of `tokenproxy top`."""
 
+import argparse
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
@@ -17,23 +18,23 @@ _WIDTH = 160
 """Number of columns if stdout is not a terminal."""
 
 
-def run_top(url: str, api_key: str | None, interval_s: float, *, once: bool) -> int:
+def run_top(options: argparse.Namespace) -> int:
     """Show a proxy until Ctrl-C, or once; returns the exit code.
 
-    If the proxy does not respond, the request is repeated. With `once` that is an error: code 1.
+    If the proxy does not respond, the request is repeated. With `--once` that is an error: code 1.
 
     Raises:
-        UsageError: `url` is not a URL.
+        UsageError: `--url` is not a URL.
     """
     try:
-        root = normalise_base_url(url)
+        root = normalise_base_url(options.url)
     except ValueError as error:
         raise UsageError(str(error)) from error
     console = Console()
     if not console.is_terminal:
         console.width = _WIDTH
     try:
-        return asyncio.run(_run(root, api_key, interval_s, console, once=once))
+        return asyncio.run(_run(root, options.api_key, options.interval, console, once=options.once))
     except KeyboardInterrupt:
         return 0
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from tokenproxy.record.store import Session, Store, session_id
+from tokenproxy.samples.feed import metadata_matches
 from tokenproxy.samples.turn_json import session_fields, stored_json
 from tokenproxy.viewer.folds import texts_of
 from tokenproxy.viewer.summary import Summary, mentions
@@ -33,7 +34,7 @@ class Search(msgspec.Struct, frozen=True):
     """Whether the words may also be a part of a message. Such a search reads turns, and ends where they are
     more than `_READ_BYTES`."""
     where: tuple[str, ...] = ()
-    """Whole pairs `KEY=VALUE` of the metadata."""
+    """What the metadata must hold, as `metadata_matches` takes it."""
 
 
 async def list_sessions(
@@ -53,7 +54,7 @@ async def list_sessions(
     found: list[Session] = []
     if search.words and math.isinf(before):
         exact = await store.session(session_id(tenant, search.words))
-        if exact is not None and exact.tenant == tenant and _has_pairs(exact, search):
+        if exact is not None and exact.tenant == tenant and metadata_matches(exact.metadata, search.where):
             found.append(exact)
     size = min(limit, _SEARCHED) if search == Search() else _SEARCHED
     left, last = _READ_BYTES, None
@@ -61,7 +62,7 @@ async def list_sessions(
         page = await store.sessions(limit=size, tenant=tenant, before=before)
         await asyncio.sleep(0)  # a store in memory never waits
         for session in page:
-            if _has_pairs(session, search):
+            if metadata_matches(session.metadata, search.where):
                 left -= session.size if search.messages else 0
                 if left < 0 and last is not None:
                     return found, last
@@ -86,20 +87,13 @@ def describe(session: Session, reward: float | None, summary: Summary | None) ->
     }
 
 
-def _has_pairs(session: Session, search: Search) -> bool:
-    return not search.where or set(search.where) <= set(_pairs(session))
-
-
 async def _has_words(store: Store, session: Session, search: Search) -> bool:
     if not search.words:
         return True
     if session.name == search.words:
         return False  # it is on the first page
     words = search.words.lower()
-    if words in "\n".join([session.name, *_pairs(session)]).lower():
+    pairs = [f"{key}={value}" for key, value in texts_of(session.metadata).items()]
+    if words in "\n".join([session.name, *pairs]).lower():
         return True
     return search.messages and await asyncio.to_thread(mentions, await store.turns(session.id), words)
-
-
-def _pairs(session: Session) -> list[str]:
-    return [f"{key}={value}" for key, value in texts_of(session.metadata).items()]

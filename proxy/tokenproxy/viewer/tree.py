@@ -8,10 +8,8 @@ import numpy as np
 from tokenproxy.record.store import Session
 from tokenproxy.record.turn import Turn, request_time
 from tokenproxy.record.vocabulary import Problem, Reason
-from tokenproxy.samples.chains import links_of
-from tokenproxy.samples.classes import agents_of, classes_of
 from tokenproxy.samples.tree import TurnTree
-from tokenproxy.samples.turn_json import turn_fields
+from tokenproxy.samples.turn_json import shown_turns
 from tokenproxy.viewer.breaks import Break, breaks_of
 from tokenproxy.viewer.session_list import describe
 from tokenproxy.viewer.summary import summary_of
@@ -27,18 +25,13 @@ def session_tree(
         rewards: by turn id; the session's by "".
         since: in seconds since the epoch.
     """
-    classes, tree, breaks = classes_of(turns), TurnTree(turns), breaks_of(turns)
-    links = links_of(turns, classes)
+    tree, breaks = TurnTree(turns), breaks_of(turns)
+    shown = (turn for turn in turns if turn.created >= since)
     return {
         "session": describe(session, rewards.get(""), summary_of(turns, breaks)),
         "rewards": {turn: reward for turn, reward in rewards.items() if turn},
-        "agents": agents_of(turns, classes),
         "meanings": _meanings(turns),
-        "turns": [
-            {**turn_fields(turn, classes[turn.id], links[turn.id]), **_explained(turn, tree, breaks)}
-            for turn in turns
-            if turn.created >= since
-        ],
+        **shown_turns(turns, shown, lambda turn: _explained(turn, tree, breaks)),
     }
 
 

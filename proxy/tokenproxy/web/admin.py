@@ -4,7 +4,6 @@ These are sent to all replicas.
 """
 
 from collections.abc import Awaitable, Callable
-from typing import ClassVar
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -102,7 +101,7 @@ class Replicas(AdminRoute):
     """List, add and remove replicas."""
 
     path = "/admin/replicas"
-    methods: ClassVar[tuple[str, ...]] = ("GET", "POST", "DELETE")
+    methods: tuple[str, ...] = ("GET", "POST", "DELETE")
     inside_vllm = False
     summary = "The replicas: list, add, remove"
 
@@ -164,9 +163,9 @@ class EngineAdmin(AdminRoute):
 
     def __init__(self, call: AdminCall) -> None:
         self._call = call
-        self.path = call.path  # type: ignore[misc]
-        self.methods = (call.method,)  # type: ignore[misc]
-        self.summary = call.summary  # type: ignore[misc]
+        self.path = call.path
+        self.methods = (call.method,)
+        self.summary = call.summary
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """The engine's contract. The call reaches all replicas at once, or the one that `X-Replica` names."""

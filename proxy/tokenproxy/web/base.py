@@ -1,8 +1,8 @@
 """A route: a path, and a function from a request to a response."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from tokenproxy.base.http import Request, Response
 from tokenproxy.formats.bounds import CHECKED_FROM_BYTES, check_bounds
@@ -18,29 +18,29 @@ T = TypeVar("T")
 class Route(ABC):
     """One route. `routes.py` lists all of them."""
 
-    path: ClassVar[str]
+    path: str
     """The route's path, a template in Starlette's syntax; see `paths.py` for others that lead to it."""
-    methods: ClassVar[tuple[str, ...]] = ("POST",)
-    inside_vllm: ClassVar[bool] = True
+    methods: tuple[str, ...] = ("POST",)
+    inside_vllm: bool = True
     """Whether it is mounted inside vLLM too; False if vLLM has its own route for it."""
-    replaces_engine_route: ClassVar[bool] = False
+    replaces_engine_route: bool = False
     """Whether it is mounted inside vLLM only if vLLM serves its path, and observes vLLM's own route then."""
-    needs_tenant: ClassVar[bool] = True
+    needs_tenant: bool = True
     """Whether the client's credential is verified first and `Request.tenant` is set."""
-    key_scope: ClassVar[KeyScope | None] = KeyScope.INFERENCE
+    key_scope: KeyScope | None = KeyScope.INFERENCE
     """The scope that an API key of the proxy needs for it; None where no key is needed."""
-    body_limit_bytes: ClassVar[int | None] = None
+    body_limit_bytes: int | None = None
     """The most bytes of a request's body, if fewer than the setting of this name allows."""
-    store_seconds: ClassVar[float | None] = None
+    store_seconds: float | None = None
     """How long one request waits for the store, all its calls together; None for `store_timeout_s`."""
-    catches_all: ClassVar[bool] = False
-    observed: ClassVar[bool] = True
+    catches_all: bool = False
+    observed: bool = True
     """Whether its requests are timed, counted as in flight and logged; False for health checks and
     scrapes."""
-    is_public: ClassVar[bool] = True
+    is_public: bool = True
     """Whether the OpenAPI page shows it; False for what only the viewer's page reads."""
-    summary: ClassVar[str] = ""
-    openapi: ClassVar[dict[str, Any]] = {}
+    summary: str = ""
+    openapi: Mapping[str, Any] = {}
     """The route's description on the OpenAPI page."""
 
     @abstractmethod
@@ -73,7 +73,7 @@ class StoreRoute(Route):
     # a longer limit, because a session may be large, and these routes cannot respond without the store
     store_seconds = 10.0
     body_limit_bytes = 2**20
-    reading_scope: ClassVar[KeyScope] = KeyScope.READ
+    reading_scope: KeyScope = KeyScope.READ
     """The scope that an API key needs to read."""
 
     def needed_scope(self, method: str, path: str) -> KeyScope | None:
@@ -84,8 +84,8 @@ class StoreRoute(Route):
 class SessionRoute(StoreRoute):
     """Base of the routes that show one recorded session, which their path names."""
 
-    methods: ClassVar[tuple[str, ...]] = ("GET",)
-    parameters: ClassVar[tuple[str, ...]] = ()
+    methods: tuple[str, ...] = ("GET",)
+    parameters: tuple[str, ...] = ()
     """Names in the query."""
 
     async def answer(self, request: Request, services: Services, /) -> Response:
@@ -112,7 +112,7 @@ class SessionRoute(StoreRoute):
         return type(self).show.__doc__ or ""
 
 
-async def parsed(request: Request, services: Services, parse: Callable[[], T]) -> T:
+async def parse_bounded(request: Request, services: Services, parse: Callable[[], T]) -> T:
     """Parse a request with `parse`, on a thread if its body is large: that would block the event loop.
 
     Raises:

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from typing import Self
 from urllib.parse import unquote
 
 from tokenproxy.base.errors import (
@@ -71,7 +72,7 @@ class Endpoint:
         self._needed = {method: route.needed_scope(method, route.path) for method in route.methods}
         """The scopes for requests of this path, by method."""
         self._services = services
-        self._tenant_of = tenant_of
+        self._tenant_of = tenant_of if route.needs_tenant else tenant_in_scope
         self._inside_vllm = inside_vllm
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,15 +82,11 @@ class Endpoint:
         with exchange.metrics.in_flight if exchange.observed else nullcontext():
             try:
                 services = self._services(scope)
-                with Interruptible(services.running):
-                    request = await self._read(scope, receive, services)
-            except ClientGone:
-                exchange.leave()
             except ApiError as error:
                 await send_error(send, error, scope["path"])
-            else:
-                with StoreTime(self.route.store_seconds or services.settings.store_timeout_s):
-                    await self._serve(request, services, send, exchange)
+                return
+            with StoreTime(self.route.store_seconds or services.settings.store_timeout_s):
+                await self._serve(scope, receive, send, services)
 
     async def _read(self, scope: Scope, receive: Receive, services: Services) -> Request:
         """The request, once its client may send it. Raises ApiError or ClientGone."""
@@ -103,7 +100,7 @@ class Endpoint:
                 raise _lacks(scope, needed)
         # Before the body is read: a client without a valid credential must not fill the memory
         try:
-            tenant = await (self._tenant_of if self.route.needs_tenant else tenant_in_scope)(scope)
+            tenant = await self._tenant_of(scope)
         except (EngineUnavailable, EngineTimeout, EngineBroken):
             recorded = await self._recorded_tenant(scope, services)
             if recorded is None:
@@ -134,21 +131,26 @@ class Endpoint:
             return await recorded_tenant(scope["headers"], services.store, trusted=trusted)
         return None
 
-    async def _serve(self, request: Request, services: Services, send: Send, exchange: Exchange) -> None:
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, services: Services) -> None:
+        exchange: Exchange = scope[EXCHANGE_KEY]
         response: Response | None = None
         try:
-            with Interruptible(services.running, exchange):
+            with Interruptible(services.running) as block:
+                request = await self._read(scope, receive, services)
+                block.watch(exchange)
                 response = await self.route.answer(request, services)
                 await send_response(response, send)
+        except ClientGone:
+            exchange.leave()
         except StoreError as error:
             problem = f"the store does not respond, try again later: {error}"
-            await send_error(send, EngineUnavailable(problem), request.path)
+            await send_error(send, EngineUnavailable(problem), scope["path"])
         except ApiError as error:
             if not exchange.status:
-                await send_error(send, error, request.path)
+                await send_error(send, error, scope["path"])
             elif response is not None and is_event_stream(response.headers):
-                log.warning("a stream of %s ends with an error: %s", request.path, error.message)
-                event = error_event(request.path, error)
+                log.warning("a stream of %s ends with an error: %s", scope["path"], error.message)
+                event = error_event(scope["path"], error)
                 await send({"type": "http.response.body", "body": event})
             elif not isinstance(error, Stopping):
                 raise  # the server then cuts the connection: a short body must not look complete
@@ -226,7 +228,7 @@ def _too_large(limit: int) -> BodyTooLarge:
 
 
 class Interruptible:
-    """A block that ends early: when the process stops, and, with an `exchange`, when its client leaves.
+    """A block that ends early: when the process stops, and when the client of its request leaves.
 
     It works as `asyncio.timeout` does: the task is cancelled, so that everything inside cleans up. After
     `RunningRequests.cut` the cancellation becomes `Stopping` at the end of the block, which is also raised at
@@ -234,24 +236,30 @@ class Interruptible:
     cancellation ends there. A request that is served within `WATCH_AFTER_S` costs no task.
     """
 
-    __slots__ = ("_before", "_exchange", "_gone", "_running", "_start", "_task", "_watcher")
+    __slots__ = ("_before", "_gone", "_running", "_start", "_task", "_watcher")
 
-    def __init__(self, running: RunningRequests, exchange: Exchange | None = None) -> None:
+    def __init__(self, running: RunningRequests) -> None:
         self._running = running
-        self._exchange = exchange
         self._gone = False
         self._start: asyncio.TimerHandle | None = None
         self._watcher: asyncio.Task[None] | None = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         if self._running.is_cut:
             raise _stopping()
         task = asyncio.current_task()
         assert task is not None
         self._task, self._before = task, task.cancelling()
         self._running.blocks[self] = task
-        if self._exchange is not None:
-            self._start = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._start_watching)
+        return self
+
+    def watch(self, exchange: Exchange) -> None:
+        """End the block if the client leaves from now on. Its request must be read."""
+
+        def start() -> None:
+            self._watcher = asyncio.create_task(self._watch(exchange))
+
+        self._start = asyncio.get_running_loop().call_later(WATCH_AFTER_S, start)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
         if self._start is not None:
@@ -270,18 +278,14 @@ class Interruptible:
             return True
         raise _stopping() from error
 
-    def _start_watching(self) -> None:
-        self._watcher = asyncio.create_task(self._watch())
-
-    async def _watch(self) -> None:
-        assert self._exchange is not None
-        while (await self._exchange.receive())["type"] != "http.disconnect":
+    async def _watch(self, exchange: Exchange) -> None:
+        while (await exchange.receive())["type"] != "http.disconnect":
             pass
         # servers report the end of a complete response as a disconnect too; the clean-up after it must finish
-        if self._exchange.complete:
+        if exchange.complete:
             return
         self._gone = True
-        self._exchange.leave()
+        exchange.leave()
         self._task.cancel()
 
 

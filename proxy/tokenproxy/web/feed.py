@@ -29,7 +29,6 @@ from tokenproxy.samples.feed import (
     read_step,
 )
 from tokenproxy.samples.layouts import Layout
-from tokenproxy.samples.samples import Selection
 from tokenproxy.samples.turn_json import stored_json
 from tokenproxy.turn.services import Services
 from tokenproxy.web.base import StoreRoute
@@ -158,8 +157,7 @@ def _filter(query: Query, tenant: str) -> FeedFilter:
     with refused_as("metadata", "`metadata` must be KEY=VALUE, as metadata=env%3Dmath"):
         metadata = tuple(map(metadata_condition, query.values("metadata")))
     weights = frozenset(query.values("weight_version"))
-    selection = Selection(query.shared(), query.classes(), query.flag("on_policy"))
-    return FeedFilter(tenant, metadata, weights, selection)
+    return FeedFilter(tenant, metadata, weights, query.selection())
 
 
 def _position(cursor: str, param: str) -> int:

@@ -6,7 +6,6 @@ put into the ASGI scope; `endpoint.py`, which determines the route, checks the s
 
 import ipaddress
 import re
-import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 
@@ -89,8 +88,8 @@ class Gate:
             await send({"type": "http.response.start", "status": 204, "headers": headers})
             await send({"type": "http.response.body", "body": b""})
             return
-        endpoint = self._endpoints.get((scope["method"], scope["path"]), self._app)
-        await endpoint(scope, receive, send)
+        endpoint = None if scope.get("root_path") else self._endpoints.get((scope["method"], scope["path"]))
+        await (endpoint or self._app)(scope, receive, send)
 
     def allowed(self, path: str) -> list[str]:
         """The methods of a canonical path."""
@@ -108,7 +107,7 @@ class Gate:
                 hosts.append(value)
         if size > HEAD_LIMIT_BYTES:
             raise HeadTooLarge(f"the request line and headers are over the limit of {HEAD_LIMIT_BYTES} bytes")
-        if scope.get("raw_path") not in self._raw_paths:
+        if scope.get("root_path") or scope.get("raw_path") not in self._raw_paths:
             check_path(scope)
             scope = self._paths.of(scope)
         if len(hosts) > 1:
@@ -179,9 +178,11 @@ class ApiKeys:
     ) -> None:
         """`metrics_need_key`: whether `/metrics` needs a key with the scope `read`."""
         self._file = file
-        self._plain: list[ApiKey] = []
-        for scopes, group in ((EVERY_SCOPE, admin_keys), (WITHOUT_ADMIN, keys)):
-            self._plain += [ApiKey(tenant_of_key(key.encode()), scopes) for key in group]
+        self._plain: dict[str, ApiKey] = {}
+        """By their tenants, which are digests: the time of a look-up reveals nothing about a key."""
+        for scopes, group in ((WITHOUT_ADMIN, keys), (EVERY_SCOPE, admin_keys)):
+            tenants = (tenant_of_key(key.encode()) for key in group)
+            self._plain |= {tenant: ApiKey(tenant, scopes) for tenant in tenants}
         self._open = OPEN_PATHS - {_METRICS} if metrics_need_key else OPEN_PATHS
 
     def identify(self, scope: Scope, is_local: bool) -> Scope:
@@ -215,11 +216,7 @@ class ApiKeys:
         return found, kept
 
     def _find(self, key: bytes) -> ApiKey | None:
-        sent, found = tenant_of_key(key), None
-        # All digests have one length, and all are compared, so the time reveals nothing about the keys
-        for plain in self._plain:
-            if secrets.compare_digest(sent, plain.tenant) and found is None:
-                found = plain
+        found = self._plain.get(tenant_of_key(key))
         return self._file.find(key) if found is None and self._file is not None else found
 
 

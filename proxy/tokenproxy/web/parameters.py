@@ -23,11 +23,11 @@ from tokenproxy.base.fields import read
 from tokenproxy.base.http import Request
 from tokenproxy.base.request import SessionRef
 from tokenproxy.base.types import Fields
-from tokenproxy.formats.base import SessionFields
+from tokenproxy.formats.base import NamedSession
 from tokenproxy.record.session_rules import SessionLimits
 from tokenproxy.record.store import Session, StoreError, session_id
 from tokenproxy.samples.layouts import LAYOUTS, Layout
-from tokenproxy.samples.samples import Shared
+from tokenproxy.samples.samples import SHARED, Selection
 from tokenproxy.turn.services import Services
 from tokenproxy.web.credentials import key_in, tenant_of_key
 
@@ -108,7 +108,7 @@ def _digest(value: bytes) -> str:
     return blake2b(value, digest_size=16, person=b"session").hexdigest()
 
 
-async def named_session(request: Request, services: Services) -> SessionFields | None:
+async def named_session(request: Request, services: Services) -> NamedSession | None:
     """The session that a request names, with the fields it sets; None if it names none.
 
     Raises:
@@ -124,7 +124,7 @@ async def named_session(request: Request, services: Services) -> SessionFields |
         error.report(history.metrics, "a session's description does not apply")
         session = None
     if session is None:
-        return SessionFields(SessionRef(name))
+        return NamedSession(SessionRef(name))
     try:
         defaults, overrides, policy = (
             msgspec.json.decode(each, type=Fields)
@@ -141,7 +141,7 @@ async def named_session(request: Request, services: Services) -> SessionFields |
     policy.pop("mode", None)
     if not noted:
         overrides, policy = overrides | policy, {}
-    return SessionFields(SessionRef(name, session.explicit), defaults, overrides, policy, limit)
+    return NamedSession(SessionRef(name, session.explicit), defaults, overrides, policy, limit)
 
 
 _NUMBER = re.compile(r"[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|inf)", re.IGNORECASE)
@@ -208,14 +208,12 @@ class Query:
             raise BadRequest.of(name, "must be true or false")
         return value == "true"
 
-    def shared(self) -> Shared:
-        """The parameter `shared`."""
+    def selection(self) -> Selection:
+        """The parameters `shared`, `class` and `on_policy`."""
         shared = self.text("shared", "once")
-        if shared == "each":
-            return "each"
-        if shared == "once":
-            return "once"
-        raise BadRequest.of("shared", "must be `once` or `each`")
+        if shared not in SHARED:
+            raise BadRequest.of("shared", "must be `once` or `each`")
+        return Selection(SHARED[shared], frozenset(self.values("class")), self.flag("on_policy"))
 
     def layout(self) -> Layout:
         """The parameter `layout`."""
@@ -223,10 +221,6 @@ class Query:
         if layout not in LAYOUTS:
             raise BadRequest.of("layout", f"must be one of {', '.join(LAYOUTS)}")
         return LAYOUTS[layout]
-
-    def classes(self) -> frozenset[str]:
-        """The parameter `class`; empty for all classes."""
-        return frozenset(self.values("class"))
 
 
 def next_page(last: Session) -> str:

@@ -7,7 +7,7 @@ from tokenproxy.fleet.choosing import BYTES_PER_ID, Routing, body_digest
 from tokenproxy.record.store import session_id
 from tokenproxy.turn.services import Services
 from tokenproxy.web.admin import named_replica
-from tokenproxy.web.base import Route, parsed
+from tokenproxy.web.base import Route, parse_bounded
 from tokenproxy.web.credentials import unverified_tenant
 from tokenproxy.web.keys import KeyScope, scope_of_engine_route
 from tokenproxy.web.parameters import session_name
@@ -67,7 +67,7 @@ class PassThrough(Route):
 async def _with_served_model(request: Request, services: Services) -> bytes:
     """The body, with the model that serves the request (`model_aliases`). Raises ApiError."""
     try:
-        fields = await parsed(request, services, lambda: parse(request.body))
+        fields = await parse_bounded(request, services, lambda: parse(request.body))
         mapped = await services.model_aliases.map_fields(fields, services.fleet)
     except BadRequest:
         return request.body  # the engine explains what is wrong

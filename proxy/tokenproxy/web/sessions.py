@@ -15,10 +15,8 @@ from tokenproxy.record.session_rules import SessionRules, read_refusals
 from tokenproxy.record.store import DESCRIPTION, MAX_DESCRIPTION_BYTES, Session, session_id
 from tokenproxy.record.turn import Turn, new_id, unpack_alternatives, unpack_ids, unpack_logprobs
 from tokenproxy.record.vocabulary import Cause
-from tokenproxy.samples.chains import Link, links_of
-from tokenproxy.samples.classes import agents_of, classes_of
-from tokenproxy.samples.samples import Selection, samples_of
-from tokenproxy.samples.turn_json import session_fields, stored_json, traces_of, turn_fields
+from tokenproxy.samples.samples import samples_of
+from tokenproxy.samples.turn_json import session_fields, shown_turns, stored_json, traces_of
 from tokenproxy.turn.services import Services
 from tokenproxy.viewer.recording import RecordedSession
 from tokenproxy.web.base import SessionRoute, StoreRoute
@@ -85,14 +83,9 @@ class OneSession(SessionRoute):
         page = _page(query, found.turns)
 
         def tree() -> dict[str, Any]:
-            classes = classes_of(found.turns)
-            links = links_of(found.turns, classes)
-            shown = [
-                _shown(turn, classes[turn.id], links[turn.id], rewards.get(turn.id), ids) for turn in page
-            ]
+            shown = shown_turns(found.turns, page, lambda turn: _evidence(turn, rewards.get(turn.id), ids))
             more = page and page[-1] is not found.turns[-1]
-            following = page[-1].id if more else None
-            return {"agents": agents_of(found.turns, classes), "turns": shown, "next": following}
+            return {**shown, "next": page[-1].id if more else None}
 
         refusals = await read_refusals(services.store, found.session.id)
         session = {**_described(found.session), "reward": rewards.get(""), **msgspec.structs.asdict(refusals)}
@@ -111,8 +104,7 @@ class SessionSamples(SessionRoute):
 
         `{"id", "samples", "refused"}`.
         """
-        layout, session = query.layout(), found.session
-        selection = Selection(query.shared(), query.classes(), query.flag("on_policy"))
+        layout, session, selection = query.layout(), found.session, query.selection()
 
         def export() -> Response:
             result = samples_of(found.turns, found.rewards, session=session, selection=selection)
@@ -278,10 +270,8 @@ def _page(query: Query, turns: Sequence[Turn]) -> Sequence[Turn]:
     return rest[:limit]
 
 
-def _shown(
-    turn: Turn, request_class: str, link: Link, reward: float | None, with_ids: bool
-) -> dict[str, Any]:
-    shown = {**turn_fields(turn, request_class, link), "reward": reward}
+def _evidence(turn: Turn, reward: float | None, with_ids: bool) -> dict[str, Any]:
+    shown: dict[str, Any] = {"reward": reward}
     if with_ids:
         shown["appended_ids"] = unpack_ids(turn.appended)
         shown["completion_ids"] = unpack_ids(turn.completion)

@@ -32,7 +32,7 @@ from tokenproxy.turn.required_prefix import in_vocabulary, render_with_prefix, t
 from tokenproxy.turn.serve import plan_turn, served_model
 from tokenproxy.turn.services import Services
 from tokenproxy.turn.wire import problem_of
-from tokenproxy.web.base import Route, parsed
+from tokenproxy.web.base import Route, parse_bounded
 from tokenproxy.web.parameters import named_session
 
 _TOKENIZE_PATH = "/tokenize"
@@ -48,13 +48,13 @@ class Tokenize(Route):
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """`{"tokens", "count", "max_model_len"}`, and `appended` where messages were appended."""
-        fields = await parsed(request, services, lambda: parse(request.body))
+        fields = await parse_bounded(request, services, lambda: parse(request.body))
         if await services.model_aliases.map_fields(fields, services.fleet):
             request = dataclasses.replace(request, body=join(fields))
-        prefix = await parsed(request, services, lambda: take_prefix(fields))
+        prefix = await parse_bounded(request, services, lambda: take_prefix(fields))
         if prefix is not None:
             return await _keep_prefix(prefix, fields, request.headers, services)
-        chat = await parsed(request, services, lambda: _chat_request(request, fields))
+        chat = await parse_bounded(request, services, lambda: _chat_request(request, fields))
         if chat is None:
             call = Request("POST", _TOKENIZE_PATH, request.headers, request.body, repeatable=True)
             return await services.fleet.ask(lambda replica: replica.engine.send(call))
@@ -161,7 +161,7 @@ class CountTokens(Route):
         """`{"input_tokens"}`: of a recorded conversation its own ids, else what the engine renders."""
         session = await named_session(request, services)
         messages = MessagesFormat(await services.fleet.served_model())
-        chat = await parsed(request, services, lambda: messages.parse_count(request, session))
+        chat = await parse_bounded(request, services, lambda: messages.parse_count(request, session))
         chat = await services.model_aliases.map(chat, services.fleet)
         chat = await services.history.echoes.resolve(chat)
         count = await _recorded(chat, services)

@@ -25,7 +25,7 @@ from tokenproxy.record.store import DOCUMENTS, StoreError, session_id
 from tokenproxy.record.store_time import StoreTime
 from tokenproxy.turn.serve import serve_turn
 from tokenproxy.turn.services import Services
-from tokenproxy.web.base import Route, StoreRoute, parsed
+from tokenproxy.web.base import Route, StoreRoute, parse_bounded
 from tokenproxy.web.keys import KeyScope
 from tokenproxy.web.parameters import named_session
 
@@ -43,9 +43,9 @@ class TurnRoute(Route):
 
     def __init__(self, wire_format: Format) -> None:
         self._format = wire_format
-        self.path = wire_format.path  # type: ignore[misc]
-        self.summary = wire_format.summary  # type: ignore[misc]
-        self.openapi = wire_format.openapi  # type: ignore[misc]
+        self.path = wire_format.path
+        self.summary = wire_format.summary
+        self.openapi = wire_format.openapi
 
     @property
     def description(self) -> str:
@@ -57,7 +57,7 @@ class TurnRoute(Route):
         wire_format, session = self._format, await named_session(request, services)
         rollout = session_id(request.tenant, session.ref.name) if session else ""
         try:
-            chat = await parsed(request, services, partial(wire_format.parse, request, session))
+            chat = await parse_bounded(request, services, partial(wire_format.parse, request, session))
             chat = await services.model_aliases.map(chat, services.fleet)
         except ApiError as error:
             await count_refusal(services.store, rollout, error.status, error.message)
@@ -103,7 +103,9 @@ class Responses(Route):
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """A response of OpenAI's Responses, whole or as a stream of events."""
-        asked = await parsed(request, services, lambda: read_request(request.body, compact=self._compact))
+        asked = await parse_bounded(
+            request, services, lambda: read_request(request.body, compact=self._compact)
+        )
         stored = _Stored(request, services)
         wire_format = ResponsesFormat(asked, await recall(asked, stored.read), stored.keep)
         try:
@@ -198,14 +200,16 @@ class TrlBatch(Route):
 
     def __init__(self, path: str, prompts: str) -> None:
         """`prompts`: the field that holds the prompts."""
-        self.path = path  # type: ignore[misc]
-        self.summary = "A batch of prompts, for TRL up to 1.10"  # type: ignore[misc]
+        self.path = path
+        self.summary = "A batch of prompts, for TRL up to 1.10"
         self._prompts = prompts
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """`{"prompt_ids", "completion_ids", "logprobs", "logprob_token_ids"}`."""
         session = await named_session(request, services)
-        batch = await parsed(request, services, lambda: parse_batch(parse(request.body), self._prompts))
+        batch = await parse_bounded(
+            request, services, lambda: parse_batch(parse(request.body), self._prompts)
+        )
 
         answers = [TrlAnswer(logprobs=batch.visible.logprobs) for _ in batch.prompts]
         gate = asyncio.Semaphore(_AT_ONCE)

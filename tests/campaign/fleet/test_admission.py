@@ -13,7 +13,6 @@ import pytest
 from tests.campaign.fleet.simulated import ModelledEngine, agents
 from tests.campaign.real_vllm.conftest import START_TIMEOUT_S, start_engine, wait_ready
 from tests.contract.fleet.memory_engine import fleet_of
-from tests.support.quiet import quiet
 from tests.support.serve_process import ServeProcess
 from tests.support.stepped import stepped
 from tests.support.talk import CHAT, user
@@ -140,7 +139,7 @@ async def _hold_all(url: str, seed: str, limit_s: float | None = None) -> _Run:
 @pytest.mark.timeout(START_TIMEOUT_S + 600)
 def test_conversations_that_do_not_fit_keep_their_ids_in_the_cache(tmp_path: Path) -> None:
     """The engine's cache holds 23,000 ids. The proxy in front of it is told nothing."""
-    with start_engine(ensure_checkpoint(progress=quiet), tmp_path / "vllm.log", plugin=False) as engine:
+    with start_engine(ensure_checkpoint(), tmp_path / "vllm.log", plugin=False) as engine:
         engine.wait_ready(START_TIMEOUT_S)
 
         def hold_all(name: str, *flags: str, limit_s: float | None = None) -> _Run:

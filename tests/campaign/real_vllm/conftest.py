@@ -8,7 +8,6 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from tests.acceptance.conftest import START_TIMEOUT_S, WAYS, can_append, server, servers, start_engine
-from tests.support.quiet import quiet
 from tests.support.serve_process import ServeProcess
 from tests.support.utils import wait_until
 from tokenproxy.demo.checkpoint import ensure_checkpoint
@@ -33,7 +32,7 @@ only_in_front = pytest.mark.parametrize("server", [FRONT], indirect=True)
 @pytest.fixture(scope="session")
 def model() -> Path:
     """The embedded model's checkpoint."""
-    return ensure_checkpoint(progress=quiet)
+    return ensure_checkpoint()
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """What the pages promise, run as it is written."""
 
 import re
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def test_examples_run(server: Server, block: str) -> None:
 
 @only_inside
 def test_the_demo_shows_a_hundred_per_cent(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    code = run_demo(host="127.0.0.1", port=0, serve=False, keep_log=None, api_server_count=2, url=server.url)
+    code = run_demo(Namespace(serve=False, url=server.url, log=None))
     assert code == 0
     shown = capsys.readouterr().out
     for route in ("token route", "\nchat route"):

@@ -1,6 +1,7 @@
 """`tokenproxy demo` on a running server: the real proxy before the fake engine."""
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -20,7 +21,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def _demo(url: object, *, serve: bool = False) -> int:
-    return run_demo("127.0.0.1", 0, serve=serve, keep_log=None, url=str(url))
+    return run_demo(Namespace(serve=serve, url=str(url), log=None))
 
 
 def _drifting(model: TinyModel) -> Reply:
@@ -64,7 +65,7 @@ def test_three_conversations(
     assert [json.loads(result["content"]) for result in results] == [{"value": 6}] * 2
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    main._show_rollouts(str(client.base_url).rstrip("/"), "none", names, False, print)
+    main._show_rollouts(str(client.base_url).rstrip("/"), "none", names, False)
     assert f"file://{tmp_path}/tokenproxy/demo-rollouts.html#/compare/" in capsys.readouterr().out
 
 
@@ -72,7 +73,7 @@ def test_three_conversations(
 def test_the_exit_code_says_whether_a_route_drifts(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch, capsys: Capture, drifting: str, code: int
 ) -> None:
-    def converse(route: Any, model: str, progress: object) -> Conversation:
+    def converse(route: Any, model: str) -> Conversation:
         reused = 12 if route.name == drifting else 15
         turns = (
             Turn(1, "tools", 10, 5, 0, 0, 0, 0.1),
@@ -90,8 +91,8 @@ def test_what_cannot_be_run(client: httpx.Client, fake: FakeVllm, capsys: Captur
         url = f"http://127.0.0.1:{port}"
         assert _demo(url) == 2
         assert f"no OpenAI server responds at {url}" in capsys.readouterr().err
-        main._show_rollouts(url, "none", ["s"], False, print)
-        assert "the rollouts cannot be shown: no proxy responds" in capsys.readouterr().out
+        main._show_rollouts(url, "none", ["s"], False)
+        assert "the rollouts cannot be shown: no proxy responds" in capsys.readouterr().err
     assert _demo(fake.url) == 2
     assert "does not have the token route: start it with `tokenproxy vllm`" in capsys.readouterr().err
     fake.usual = Reply(silent=("ids",))

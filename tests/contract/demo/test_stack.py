@@ -58,7 +58,7 @@ def test_stop_ends_all_processes_of_the_group() -> None:
         engine = _FakeEngineProcess(_SERVER, port=port)
         engine.stop()  # does nothing before the start
         stack.enter_context(engine)
-        engine.wait_ready(progress=lambda line: None)
+        engine.wait_ready()
         group = engine.pid
         assert group is not None
         assert urllib.request.urlopen(f"{engine.url}/health").status == 200
@@ -78,10 +78,10 @@ def test_a_server_that_ends_or_never_listens(tmp_path: Path) -> None:
         _FakeEngineProcess("import sys; sys.exit('unknown flag --nonsense')", log_file=log) as engine,
         pytest.raises(EngineStartError, match=r"code 1(.|\n)*unknown flag --nonsense"),
     ):
-        engine.wait_ready(progress=lambda line: None)
+        engine.wait_ready()
     assert log.read_text() == "unknown flag --nonsense\n"
     with (
         _FakeEngineProcess("import signal; signal.pause()") as engine,
         pytest.raises(EngineStartError, match="not ready after 0 s"),
     ):
-        engine.wait_ready(timeout_s=0, progress=lambda line: None)
+        engine.wait_ready(timeout_s=0)

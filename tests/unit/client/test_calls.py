@@ -23,7 +23,7 @@ from tokenproxy.client import (
     TooManyRequests,
     UnknownResource,
 )
-from tokenproxy.client.calls import Address, Patience, list_models, read_feed, repeatable
+from tokenproxy.client.calls import Address, Patience, models, read_feed, repeatable
 from tokenproxy.client.errors import error_of
 
 _ROOT = Path(__file__).parents[3]
@@ -89,13 +89,13 @@ def test_statuses(status: int, kind: type[ErrorResponse]) -> None:
 def test_base_urls() -> None:
     urls = ("http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/")
     assert {Address(url, None).url for url in urls} == {"http://h:1"}
-    assert Address("http://h:1", "key").arguments(list_models())["headers"] == {"authorization": "Bearer key"}
+    assert Address("http://h:1", "key").arguments(models())["headers"] == {"authorization": "Bearer key"}
 
 
 def test_every_page_of_a_feed_is_selected_by_the_same_weights() -> None:
     selection = repeatable({"weight_versions": iter(["7", "8"]), "classes": iter(["main"])})
     for _ in range(2):
-        query = read_feed("trainer", None, 0.0, **selection).query
+        query = read_feed("trainer", **selection).query
         selected = [value for name, value in query if name in ("weight_version", "class")]
         assert selected == ["7", "8", "main"]
 

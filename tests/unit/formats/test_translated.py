@@ -10,7 +10,7 @@ from tests.support.fake_vllm import error_body
 from tests.unit.formats.chunks import TURN, chunk
 from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response
 from tokenproxy.base.request import SessionRef
-from tokenproxy.formats.base import SessionFields
+from tokenproxy.formats.base import NamedSession
 from tokenproxy.formats.messages.answer import MessagesTranslation
 from tokenproxy.formats.messages.format import MessagesFormat
 from tokenproxy.formats.responses.answer import ResponsesTranslation
@@ -116,7 +116,7 @@ async def test_a_retry_that_gets_an_earlier_stream_begins_once() -> None:
 
 async def test_a_final_message_past_a_limit_is_whole_after_the_start() -> None:
     body = b'{"model": "m", "max_tokens": 9, "stream": true, "messages": [{"role": "user", "content": "Hi"}]}'
-    limited = SessionFields(SessionRef("s"), limit="turns")
+    limited = NamedSession(SessionRef("s"), limit="turns")
     request = MessagesFormat().parse(Request("POST", "/v1/messages", body=body), limited)
     translation, responds = MessagesTranslation("claude"), asyncio.Event()
 

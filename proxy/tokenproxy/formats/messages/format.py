@@ -1,6 +1,6 @@
 """Parses a request in Anthropic's format to a chat turn, converted for the fleet's chat template."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
@@ -9,7 +9,7 @@ from tokenproxy.base.fields import is_null, raw
 from tokenproxy.base.http import Request
 from tokenproxy.base.request import ChatRequest
 from tokenproxy.fleet.model import FleetModel
-from tokenproxy.formats.base import Format, SessionFields, apply_session, chat_request, number, visible_of
+from tokenproxy.formats.base import Format, NamedSession, apply_session, chat_request, number, visible_of
 from tokenproxy.formats.messages.answer import MessagesTranslation
 from tokenproxy.formats.messages.conversation import chat_messages
 from tokenproxy.formats.messages.request import (
@@ -37,18 +37,18 @@ _OBJECT = msgspec.Raw(b'"object"')
 class MessagesFormat(Format):
     """A message of Anthropic's API, whole or as a stream of events; token-exact over turns."""
 
-    path: ClassVar[str] = "/v1/messages"
-    summary: ClassVar[str] = "Message of Anthropic's API, token-exact over turns"
+    path = "/v1/messages"
+    summary = "Message of Anthropic's API, token-exact over turns"
 
     def __init__(self, model: FleetModel | None = None) -> None:
         """`model`: that of the fleet, for whose chat template requests are converted."""
         self._model = model
 
-    def parse(self, request: Request, session: SessionFields | None) -> ChatRequest:
+    def parse(self, request: Request, session: NamedSession | None) -> ChatRequest:
         """See `Format.parse`."""
         return self._chat_request(request, read_turn(request.body), session)
 
-    def parse_count(self, request: Request, session: SessionFields | None) -> ChatRequest:
+    def parse_count(self, request: Request, session: NamedSession | None) -> ChatRequest:
         """Parse a request to count the tokens of a prompt. Raises BadRequest."""
         return self._chat_request(request, read_request(request.body), session)
 
@@ -57,7 +57,7 @@ class MessagesFormat(Format):
         return MessagesTranslation(request.client_model or "")
 
     def _chat_request(
-        self, request: Request, parsed: MessagesRequest, session: SessionFields | None
+        self, request: Request, parsed: MessagesRequest, session: NamedSession | None
     ) -> ChatRequest:
         served = self._model
         template = served.tokenizer if served else None  # of an unknown one as vLLM's defaults

@@ -1,5 +1,6 @@
 """The response object of a turn, whole or as a stream of events."""
 
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -7,14 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tokenproxy.base.errors import (
-    ApiError,
-    EngineBroken,
-    Unavailable,
-    exceeds_context,
-    openai_error,
-    response_failure,
-)
+from tokenproxy.base.errors import ApiError, BadRequest, EngineBroken, Unavailable, error_body
 from tokenproxy.base.fields import raw_value
 from tokenproxy.formats.responses.items import Item, Names, input_item_id, response_id
 from tokenproxy.formats.responses.output import Event, Output
@@ -36,6 +30,9 @@ _ECHOED: Mapping[str, Any] = {
 """Fields of a request that its response repeats, with the values in place of those that are not set."""
 _INCOMPLETE: Mapping[str, str] = {"length": "max_output_tokens", "content_filter": "content_filter"}
 """Reasons why a response is incomplete, by the engine's finish reasons."""
+_CONTEXT = "context_length_exceeded"
+_TOO_LONG = re.compile("maximum context length|longer than the maximum model length")
+"""Matches what vLLM says of a prompt that does not fit."""
 _SUMMARY_PREFIX = """\
 The conversation so far was compacted. Another instance of you worked on it and left this summary; continue \
 from there:"""
@@ -99,11 +96,14 @@ class ResponsesTranslation(Translation):
 
     def error(self, status: int, message: str, code: str | None) -> bytes:
         """See `Translation.error`."""
-        return openai_error(status, message, code)
+        full = _exceeds_context(status, message, code)
+        kinds = {error.status: error.kind for error in ApiError.__subclasses__()}
+        kind = kinds.get(status, BadRequest.kind if status < 500 else ApiError.kind)
+        return error_body(message, kind, "input" if full else None, _CONTEXT if full else code or status)
 
     def in_stream(self, status: int, message: str, code: str | None) -> bool:
         """See `Translation.in_stream`. Codex knows a context that is full by this event only."""
-        return self._request.stream and exceeds_context(status, message, code)
+        return self._request.stream and _exceeds_context(status, message, code)
 
     def failed(self, status: int, message: str, code: str | None) -> bytes:
         """See `Translation.failed`."""
@@ -292,3 +292,24 @@ def _logprobs(logprobs: wire.Logprobs | None) -> list[Item]:
 
 def _logprob(entry: wire.Candidate) -> Item:
     return {"token": entry.token, "bytes": list(entry.spelled), "logprob": entry.logprob}
+
+
+# --- an engine's errors, with the codes by which clients decide what to do next
+
+
+def _exceeds_context(status: int, message: str, code: str | None) -> bool:
+    """Whether an error of the engine is a prompt that is longer than the model's context."""
+    return status == 400 and (code == _CONTEXT or bool(_TOO_LONG.search(message)))
+
+
+def response_failure(status: int, message: str, code: str | None) -> dict[str, str]:
+    """The `error` of a failed response."""
+    if _exceeds_context(status, message, code):
+        code = _CONTEXT
+    elif status == 429:
+        code = code if code == "insufficient_quota" else "rate_limit_exceeded"
+    elif 400 <= status < 500:
+        code = "invalid_prompt"
+    else:
+        code = "server_error"
+    return {"code": code, "message": message}

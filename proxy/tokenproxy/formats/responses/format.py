@@ -4,7 +4,7 @@ from tokenproxy.base.errors import BadRequest
 from tokenproxy.base.fields import raw
 from tokenproxy.base.http import Request
 from tokenproxy.base.request import ChatRequest
-from tokenproxy.formats.base import Format, SessionFields, apply_session, chat_request, visible_of
+from tokenproxy.formats.base import Format, NamedSession, apply_session, chat_request, visible_of
 from tokenproxy.formats.responses.answer import CompactionTranslation, Keep, ResponsesTranslation
 from tokenproxy.formats.responses.items import Item, messages_of
 from tokenproxy.formats.responses.records import Recalled, resolved
@@ -33,7 +33,7 @@ class ResponsesFormat(Format):
         self._keep = keep
         self._items: list[Item] = []
 
-    def parse(self, request: Request, session: SessionFields | None) -> ChatRequest:
+    def parse(self, request: Request, session: NamedSession | None) -> ChatRequest:
         """See `Format.parse`."""
         asked, recalled = self._asked, self._recalled
         self._items = resolved(asked.input, recalled.items)

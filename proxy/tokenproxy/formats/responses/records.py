@@ -113,7 +113,7 @@ def _conversation(records: Iterable[ResponseRecord]) -> list[Item]:
 
 
 def resolved(items: list[Item], known: Mapping[str, Item]) -> list[Item]:
-    """Items with those in place of the references.
+    """Return items with each reference replaced by the stored item that it names.
 
     Raises:
         BadRequest: a referenced item is not stored.

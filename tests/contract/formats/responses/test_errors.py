@@ -8,7 +8,7 @@ import pytest
 from tests.contract.formats.responses.dialogue import events_of, sdk
 from tests.support.fake_vllm import MAX_MODEL_LEN, Canned, FakeVllm, Reply, error_body
 from tests.support.tiny_model import SPLIT
-from tokenproxy.base.errors import response_failure
+from tokenproxy.formats.responses.answer import response_failure
 
 _TOO_LONG = f"This model's maximum context length is {MAX_MODEL_LEN} tokens. However, ..."
 

@@ -1,2 +1,0 @@
-def quiet(_line: str) -> None:
-    """Discard a progress line."""
