@@ -14,7 +14,7 @@ from chat_tokenizer.added_tokens import AddedTokens, Token
 from chat_tokenizer.closes import Closes, ContentClose
 from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported, TokenizationError
 from chat_tokenizer.messages import Message
-from chat_tokenizer.new_texts import check_new_texts, has_text, last_text
+from chat_tokenizer.new_texts import check_new_texts, has_text
 from chat_tokenizer.proof import Locality, Proof, answers_calls, prove, tried_values, with_thinking
 from chat_tokenizer.renderer import Append, Renderer, RenderOptions
 from chat_tokenizer.turns import (
@@ -24,6 +24,7 @@ from chat_tokenizer.turns import (
     placeholder_context,
     render_marked,
     render_tail,
+    tail_shown,
     turn_context,
 )
 
@@ -228,11 +229,13 @@ class Discovery:
     def _after_history(self, append: Append, in_turn: TurnTail | None) -> TurnTail:
         """The tail after a whole history; `in_turn` is the tail after its last turn alone, if that has one.
 
-        Mostly the two are equal. One rendering shows that if the turn's last text occurs in it once.
+        Mostly the two differ in numbers at most, such as that of a message. One rendering shows that.
         """
         text = self._template.text([*append.context, *append.new], append.options)
-        if in_turn is not None and _ends_turn(text, append.turn, in_turn):
-            return in_turn
+        if in_turn is not None:
+            close = in_turn.syntax + in_turn.text[: in_turn.closing[-1].end if in_turn.closing else 0]
+            if (whole := tail_shown(text, append.context, in_turn.whole, close)) is not None:
+                return in_turn if whole == in_turn.whole else self._without_syntax(whole, append)
         turn_tail, marked = self._find(append, in_turn)
         if not marked.agrees_with(text, turn_tail.text):
             # the marker may stand for a text that the turn lacks: then only its stop token and the rest agree
@@ -368,15 +371,3 @@ class Discovery:
             if token.id in stops:
                 closing = tokens[: index + 1]
         return closing, None
-
-
-def _ends_turn(text: str, turn: Message, turn_tail: TurnTail) -> bool:
-    """Whether a rendering ends with the turn's last text and this tail.
-
-    That is the first position where the text and its close are found. If an earlier turn is equal, the text
-    after it is longer than the tail, and the caller renders with a marker.
-    """
-    written = last_text(turn).strip()
-    close = turn_tail.text[: turn_tail.closing[-1].end if turn_tail.closing else 0]
-    start = text.find(written + turn_tail.syntax + close)
-    return bool(written) and start >= 0 and text[start + len(written) :] == turn_tail.whole.text

@@ -26,6 +26,7 @@ from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported
 from chat_tokenizer.messages import Message, arguments_of
 from chat_tokenizer.new_texts import (
     Marks,
+    escaped,
     has_text,
     last_text,
     unused_marks,
@@ -40,6 +41,7 @@ TURN_NOT_PRINTED = "turn_not_printed"
 MARK = "qZassistantZq"
 _PARTS = (("'text': '", "'}]"), ('"text": "', '"}]'))
 """The text before and after a text in a list of parts, as Python and as JSON print it."""
+_NUMBER = re.compile("[0-9]+")
 _QUOTES = 16
 """Tried from the end of a call's arguments, to find where their last text ends."""
 PLACEHOLDER_USER: dict[str, Any] = {"role": "user", "content": "."}
@@ -117,9 +119,8 @@ def render_tail(template: Renderer, append: Append, guide: Tail | None = None) -
     """Render a context and new messages; cut at the marker.
 
     Args:
-        guide: the tail of the same turn in a smaller context. If the tail begins in the same way, or differs
-            only in the header, lead and last rendering are copied from it, so that the context is rendered
-            only once.
+        guide: the tail of the same turn in a smaller context. If the tail differs from it in numbers at most,
+            the context is rendered only once.
 
     Raises:
         InvalidMessages: the template refuses the messages in every form of the turn.
@@ -128,7 +129,7 @@ def render_tail(template: Renderer, append: Append, guide: Tail | None = None) -
     marks = unused_marks(append)
     marked = render_marked(template, append, marks)
     same_form = guide is not None and (guide.in_call, guide.notes) == (marked.in_call, marked.notes)
-    tail = _guided(guide, marked.text) if guide is not None and same_form else None
+    tail = _like(guide, marked.text) if guide is not None and same_form else None
     if tail is None:
         lead, foot = _around_new_texts(template, append.after(marked.messages), marks, marked.text)
         tail = Tail(
@@ -142,26 +143,38 @@ def render_tail(template: Renderer, append: Append, guide: Tail | None = None) -
     return tail, marked
 
 
-def _guided(guide: Tail, text: str) -> Tail | None:
-    """The tail with this text, its other fields from the same turn in a smaller context.
+def tail_shown(text: str, context: Sequence[Message], guide: Tail, close: str) -> Tail | None:
+    """The tail of a turn at the end of a rendering without a marker; None if that alone does not show it.
 
-    Example: the guide's `<|im_end|>\\n<|im_start|>tool\\nResult 1: qr<|im_end|>\\n` and a text that has
-    `Result 12: ` there. None if the texts differ in the close, or in more than the header.
+    It begins where the turn's last text and its close are found first, after the text of the message before
+    the turn. If the template prints the turn's text again, what follows is not like the guide.
+
+    Args:
+        guide: the tail of the same turn in a smaller context.
+        close: its start up to the last token of the close.
     """
-    if text.startswith(guide.text[: guide.lead]):
-        same_foot = text.endswith(guide.text[len(guide.text) - guide.foot :])
-        return replace(guide, text=text, foot=guide.foot if same_foot else 0)
-    after_lead = guide.text[guide.lead :]
-    lead = len(text) - len(after_lead)
-    # up to this length the texts must agree, so that the close is the same
-    close = len(guide.text_if_last)
-    if (
-        0 < close <= min(lead, guide.lead)
-        and text[:close] == guide.text[:close]
-        and text.endswith(after_lead)
-    ):
-        return replace(guide, text=text, lead=lead)
+    written = last_text(context[-1])
+    # its first place: if an earlier message has the same text, an earlier turn may be found
+    before = context[-2].get("content") if context[1:] else None
+    begin = max(0, text.find(before.strip())) if isinstance(before, str) else 0
+    for form in (written.strip(), *escaped(written)):
+        start = text.find(form + close, begin) if written.strip() else -1
+        if start >= 0:
+            return _like(guide, text[start + len(form) :])
     return None
+
+
+def _like(guide: Tail, text: str) -> Tail | None:
+    """The tail with this text, if it differs from the guide in the numbers of its lead at most.
+
+    Example: the guide's `<|im_end|>\n<|im_start|>tool\nResult 1: qr<|im_end|>\n` and a text that has
+    `Result 12: ` there.
+    """
+    rest = guide.text[guide.lead :]
+    lead = text[: len(text) - len(rest)]
+    if not text.endswith(rest) or _NUMBER.sub("0", lead) != _NUMBER.sub("0", guide.text[: guide.lead]):
+        return None
+    return replace(guide, text=text, lead=len(lead))
 
 
 def render_marked(template: Renderer, append: Append, marks: Marks | None = None) -> Marked:
