@@ -31,6 +31,8 @@ _PART_FIELDS = frozenset(
 """Fields that vLLM reads in some kind of part. The template gets any other field of a text part."""
 _BILLING_HEADER = "x-anthropic-billing-header"
 """Start of a line that vLLM removes from system messages, because it changes with every request."""
+_OBJECT = (dict, Mapping)
+"""`dict` comes first, because the check against an abstract class is slow."""
 _CALL_FIELDS = dict.fromkeys(["id", "function", "type"])
 _FUNCTION_FIELDS = dict.fromkeys(["arguments", "name"])
 _TOOL_FIELDS = dict.fromkeys(["function", "type"])
@@ -82,7 +84,7 @@ def for_template(
 
 
 def _convert(message: Message, index: int, parts: bool) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
+    if not isinstance(message, _OBJECT):
         raise InvalidMessages(f"message {index} must be an object")
     role = message.get("role")
     if not isinstance(role, str) or not role:
@@ -181,8 +183,8 @@ def _without_billing_header(parts: list[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def _convert_call(call: object, index: int) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+    function = call.get("function") if isinstance(call, _OBJECT) else None
+    if not isinstance(call, _OBJECT) or not isinstance(function, _OBJECT):
         raise InvalidMessages(f"tool calls of message {index} must be objects with a function")
     if call.get("type", "function") != "function":
         raise InvalidMessages(f"tool calls of message {index} must be of type 'function'")
@@ -204,7 +206,7 @@ def arguments_of(function: Mapping[str, Any]) -> Mapping[str, Any]:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             return {}
-    return arguments if isinstance(arguments, Mapping) else {}
+    return arguments if isinstance(arguments, _OBJECT) else {}
 
 
 def _developer_tools(tools: object) -> object:

@@ -131,9 +131,7 @@ def _printed(text: str, tail: str, times: int) -> bool:
 
 def escaped(text: str) -> tuple[str, ...]:
     """A text as templates print it in JSON or as Python does."""
-    return tuple(
-        form[1:-1] for form in (json.dumps(text, ensure_ascii=False), json.dumps(text), repr(text))
-    )
+    return tuple(form[1:-1] for form in (json.dumps(text, ensure_ascii=False), json.dumps(text), repr(text)))
 
 
 def _without(text: str, strings: Sequence[str]) -> list[str]:

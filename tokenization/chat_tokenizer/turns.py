@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from chat_tokenizer.added_tokens import common_prefix_length
+from chat_tokenizer.cache import digest
 from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported
 from chat_tokenizer.messages import Message, arguments_of
 from chat_tokenizer.new_texts import (
@@ -34,7 +35,7 @@ from chat_tokenizer.new_texts import (
     with_last_text,
     with_marks,
 )
-from chat_tokenizer.renderer import Append, Renderer
+from chat_tokenizer.renderer import Append, Renderer, RenderOptions
 
 TURN_NOT_PRINTED = "turn_not_printed"
 """A note: the template prints nothing of the turn's tool calls, or not its content."""
@@ -205,9 +206,15 @@ def render_marked(template: Renderer, append: Append, marks: Marks | None = None
     raise TemplateUnsupported("the template prints nothing of an assistant turn")
 
 
+def _remembered(template: Renderer, messages: Sequence[Message], options: RenderOptions) -> str:
+    """A rendering in which markers stand for all texts, so that most appends of its kind need the same."""
+    key = digest(list(messages), options.key(), template.now())
+    return template.remembered.get_or_make(key, lambda: template.text(messages, options))
+
+
 def _tail_if_last(template: Renderer, marked: Append, mark: str) -> str:
     try:
-        text = template.text(marked.context, replace(marked.options, add_generation_prompt=False))
+        text = _remembered(template, marked.context, replace(marked.options, add_generation_prompt=False))
     except InvalidMessages:
         return ""
     before, _, after = text.partition(mark)
@@ -300,7 +307,7 @@ def _around(template: Renderer, marked: Append, turn: dict[str, Any], marks: Mar
     words: dict[str, int] = {}
     messages = [with_marks(message, index, marks, words) for index, message in enumerate(marked.new)]
     try:
-        whole = template.text([*marked.context[:-1], turn, *messages], marked.options)
+        whole = _remembered(template, [*marked.context[:-1], turn, *messages], marked.options)
     except InvalidMessages as error:
         raise TemplateUnsupported(
             f"the template does not take other text in the place of a new message: {error}"
