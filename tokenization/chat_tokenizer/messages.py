@@ -40,13 +40,14 @@ _DEFINITION_FIELDS = dict.fromkeys(["name", "description", "parameters", "strict
 """Fields in the order of vLLM's parser, because templates print whole objects as JSON."""
 
 
-def check_types(
+def check_appended(
     new: Sequence[Message], history: Sequence[Message] | None, tools: object, kwargs: object
 ) -> None:
-    """Check the types of arguments, for callers without a type checker.
+    """Check the arguments of an append, and their types for callers without a type checker.
 
     Raises:
-        InvalidMessages: one of them has a wrong type; the message names it.
+        InvalidMessages: one of them has a wrong type, there are no new messages, or the history does not end
+            with an assistant turn.
     """
     arguments = (("the new messages", new), ("`history`", history), ("`tools`", tools))
     for name, values in arguments:
@@ -57,6 +58,10 @@ def check_types(
         raise InvalidMessages("every message must be an object")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise InvalidMessages(f"`template_kwargs` must be an object, not {type(kwargs).__name__}")
+    if not new:
+        raise InvalidMessages("must not be empty")
+    if history is not None and (not history or history[-1].get("role") != "assistant"):
+        raise InvalidMessages("`history` must end with the assistant turn")
 
 
 def for_template(

@@ -128,7 +128,7 @@ def render_tail(template: Renderer, append: Append, guide: Tail | None = None) -
         TemplateUnsupported: the template prints nothing of an assistant turn, or a marker not exactly once.
     """
     marks = unused_marks(append)
-    marked = render_marked(template, append, marks)
+    marked = _render_marked(template, append, marks)
     same_form = guide is not None and (guide.in_call, guide.notes) == (marked.in_call, marked.notes)
     tail = _like(guide, marked.text) if guide is not None and same_form else None
     if tail is None:
@@ -178,13 +178,11 @@ def _like(guide: Tail, text: str) -> Tail | None:
     return replace(guide, text=text, lead=len(lead))
 
 
-def render_marked(template: Renderer, append: Append, marks: Marks | None = None) -> Marked:
+def _render_marked(template: Renderer, append: Append, marks: Marks) -> Marked:
     """Render a context and new messages, with a marker in the turn.
 
     Raises: as `render_tail`.
     """
-    if marks is None:
-        marks = unused_marks(append)
     mark = marks.turn
     refusal: InvalidMessages | None = None
     for turn, replaced, notes in _marked_forms(append.turn, mark):
