@@ -9,14 +9,16 @@ from functools import cached_property
 from numbers import Integral
 
 from chat_tokenizer.added_tokens import AddedTokens
-from chat_tokenizer.discovery import TurnTail
 from chat_tokenizer.encoder import NO_LIMIT, Encoder, Limit
 from chat_tokenizer.errors import InvalidIds, TemplateUnsupported
+from chat_tokenizer.tails import TurnTail
 
 TURN_END_REWRITTEN = "turn_end_rewritten"
 """A note: the template ends the turn with another stop token than the sampled one."""
 AppendedIds = tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...]]
 """The ids that close a turn, the ids after them, and notes: the fields of `Appended`."""
+_MAX_IDS = 2**32
+"""No vocabulary has this many ids."""
 _CONTEXTS = ("\n", "a", ".")
 """Texts to encode another text after, of which one mostly does not merge with it."""
 _START = 32
@@ -75,6 +77,20 @@ def checked_last_id(prompt_ids: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Ending:
+    """How a sampled turn ended."""
+
+    last_id: int
+    """The last sampled id."""
+    stopped: bool
+    """Whether a stop token ended it. One that the template does not print after this turn stands for the
+    template's own. It never stands for a token that opens the next message: where such a token alone ends the
+    turn, nothing is replaced."""
+    cut_off: bool
+    """Whether something else than the model ended it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Cut:
     """A place in the tail of a turn, whose own syntax is not part of the tail."""
 
@@ -85,24 +101,18 @@ class Cut:
     """Whether the model sampled another token where the template prints `stop_text`."""
 
 
-def cut_tail(turn_tail: TurnTail, last_id: int, last_text: str, *, stopped: bool, cut_off: bool) -> Cut:
-    """Cut a tail after what the model sampled of it, given the last sampled id.
+def cut_tail(turn_tail: TurnTail, ending: Ending, last_text: str) -> Cut:
+    """Cut a tail after what the model sampled of it, given the text of the last sampled id.
 
     Example: the tail `<|im_end|>\n<|im_start|>user...` is cut after `<|im_end|>` if that was sampled, or if
     another stop token was; if the turn was cut off, before it.
-
-    Args:
-        last_text: the text of the last sampled id.
-        stopped: whether a stop token ended the turn. One that the template does not print after this turn
-            stands for the template's own. It never stands for a token that opens the next message: where such
-            a token alone ends the turn, nothing is replaced.
-        cut_off: whether something else than the model ended it.
 
     Raises:
         TemplateUnsupported: a stop token ended the turn, and the template may close it with another; or a
             turn was cut off where the last id does not tell how much of it was sampled.
     """
     text, closing = turn_tail.text, turn_tail.closing
+    last_id, stopped = ending.last_id, ending.stopped
     if turn_tail.after_stop and last_id != (turn_tail.own_stop and turn_tail.own_stop.id):
         raise TemplateUnsupported("the close of a turn that was cut off is not shown: give `history`")
     if not stopped and last_id in turn_tail.unclear_ids:
@@ -121,7 +131,7 @@ def cut_tail(turn_tail: TurnTail, last_id: int, last_text: str, *, stopped: bool
         blanks = _sampled_blanks(turn_tail, last_text)
         # words before the token of a close may belong to the calls' syntax, of which nothing is inserted
         words = text[: turn_tail.tokens[0].start if turn_tail.tokens else None].strip()
-        if (cut_off and words) or last_id in turn_tail.syntax_ids:
+        if (ending.cut_off and words) or last_id in turn_tail.syntax_ids:
             _check_sampled(turn_tail.syntax + text[:blanks], last_text)
         return Cut(blanks)
     if turn_tail.unclear_stop:
@@ -188,19 +198,18 @@ def _sampled_blanks(turn_tail: TurnTail, last_text: str) -> int:
 
 
 def encode_after_cut(
-    encoder: Encoder,
-    added: AddedTokens,
-    turn_tail: TurnTail,
-    cut: Cut,
-    last_id: int,
-    limit: Limit = NO_LIMIT,
+    encoder: Encoder, added: AddedTokens, turn_tail: TurnTail, ending: Ending, limit: Limit
 ) -> AppendedIds:
-    """Encode the text after the cut. The added token before it, `last_id` or a stop token, is context only.
+    """Encode the text after the cut. The added token before it, the last id or a stop token, is context only.
 
     Raises:
         InvalidMessages, TooManyIds, Stopped: as `Encoder.encode`, with the limit for all that is encoded.
-        TemplateUnsupported: the tokenizer would change what stands at the edge.
+        TemplateUnsupported: as `cut_tail`, or the tokenizer would change what stands at the edge.
     """
+    last_id = ending.last_id
+    known = [last_id] if last_id < _MAX_IDS else []
+    last_text = b"".join(encoder.token_bytes(known).values()).decode(errors="replace")
+    cut = cut_tail(turn_tail, ending, last_text)
     rest = turn_tail.text[cut.position :]
     notes = turn_tail.whole.notes + ((TURN_END_REWRITTEN,) if cut.rewritten else ())
     if not rest:

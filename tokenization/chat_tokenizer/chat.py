@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from chat_tokenizer.added_tokens import AddedTokens
-from chat_tokenizer.append import Appended, AppendedIds, checked_last_id, cut_tail, encode_after_cut
+from chat_tokenizer.append import Appended, AppendedIds, Ending, checked_last_id, encode_after_cut
 from chat_tokenizer.cache import BoundedCache, CacheInfo, digest
 from chat_tokenizer.discovery import Discovery
 from chat_tokenizer.encoder import NO_LIMIT, Encoder, Limit
 from chat_tokenizer.engine_renderer import EngineRenderer, Render
 from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported, TokenizerUnavailable, UnfinishedTurn
 from chat_tokenizer.files import load_files
-from chat_tokenizer.messages import Message, Tools, check_types
+from chat_tokenizer.messages import Message, Tools, check_appended
 from chat_tokenizer.proof import Proof, load_proof, proof_key, store_proof
 from chat_tokenizer.renderer import Renderer, RenderOptions
+from chat_tokenizer.tails import Tails
 from chat_tokenizer.template import ContentFormat, Template
 from chat_tokenizer.turns import turn_context
 
@@ -61,7 +62,7 @@ class ChatTokenizer:
         self._added_ids = {token.content: number for number, token in tokens}
         special_ids = {number for number, token in tokens if token.special}
         self._added = AddedTokens(self._added_ids, special_ids, self.stop_ids)
-        self._discovery = Discovery(self._template, self._added)
+        self._discovery = Discovery(self._template, Tails(self._template, self._added))
         self._suffixes: BoundedCache[bytes, AppendedIds] = BoundedCache(
             1024, lambda appended: len(appended[1]) <= 2_048
         )
@@ -300,43 +301,36 @@ class ChatTokenizer:
                     "a turn that is continued takes no new messages: pass none, or close the turn"
                 )
             return Appended(prompt_ids, [], [])
-        check_types(new_messages, history, tools, template_kwargs)
-        if not new_messages:
-            raise InvalidMessages("must not be empty")
-        if history is not None and (not history or history[-1].get("role") != "assistant"):
-            raise InvalidMessages("`history` must end with the assistant turn")
+        check_appended(new_messages, history, tools, template_kwargs)
         options = RenderOptions(tools, add_generation_prompt, template_kwargs or {})
         self._template.refuse_merged(new_messages, history, options)
-        is_stop = last_id in self.stop_ids or last_id == stop_reason
-        close_ids, suffix_ids, notes = self._ids_after(
-            last_id, is_stop and not cut_off, cut_off, new_messages, history, options, limit
-        )
+        stopped = not cut_off and (last_id in self.stop_ids or last_id == stop_reason)
+        ending = Ending(last_id, stopped, cut_off)
+        close_ids, suffix_ids, notes = self._ids_after(ending, new_messages, history, options, limit)
         limit.check(len(close_ids) + len(suffix_ids))
         return Appended(prompt_ids, list(close_ids), list(suffix_ids), notes)
 
     def _ids_after(
         self,
-        last_id: int,
-        stopped: bool,
-        cut_off: bool,
+        ending: Ending,
         new: Sequence[Message],
         history: Sequence[Message] | None,
         options: RenderOptions,
         limit: Limit,
     ) -> AppendedIds:
-        """The ids that new messages add after the last sampled id; see `cut_tail` for the other arguments."""
+        """The ids that new messages add after a turn that ended so."""
 
         def find(*, alone: bool) -> AppendedIds:
             turn_tail = self._discovery.turn_tail(new, history, options, alone=alone)
-            known = [last_id] if last_id < self.vocab_size else []
-            last_text = b"".join(self._encoder.token_bytes(known).values()).decode(errors="replace")
-            cut = cut_tail(turn_tail, last_id, last_text, stopped=stopped, cut_off=cut_off)
-            return encode_after_cut(self._encoder, self._added, turn_tail, cut, last_id, limit)
+            return encode_after_cut(self._encoder, self._added, turn_tail, ending, limit)
 
         if not self._discovery.stands_alone(new, history, options):
             return find(alone=False)  # not cached: a whole history is seldom rendered twice
         turn = turn_context(history[-1]) if history is not None else None
-        key = digest(list(new), turn, options.key(), self._template.now(), last_id, stopped, cut_off)
+        key = digest(
+            *(list(new), turn, options.key(), self._template.now()),
+            *(ending.last_id, ending.stopped, ending.cut_off),
+        )
         try:
             return self._suffixes.get_or_make(key, lambda: find(alone=True))
         except (InvalidMessages, TemplateUnsupported):
@@ -358,7 +352,7 @@ class ChatTokenizer:
 
         Example: `<|im_start|>assistant\\n`.
         """
-        return self._discovery.closes.assistant_header()
+        return self._discovery.tails.closes.assistant_header()
 
     def text(
         self,
@@ -379,7 +373,7 @@ class ChatTokenizer:
         Raises:
             TemplateUnsupported: the text that closes a turn holds no added token.
         """
-        stop = self._discovery.closes.of_content(RenderOptions(tools, True, template_kwargs or {})).stop
+        stop = self._discovery.tails.closes.of_content(RenderOptions(tools, True, template_kwargs or {})).stop
         if stop is None:
             raise TemplateUnsupported("the template closes an assistant turn with no token of its own")
         return stop

@@ -1,109 +1,36 @@
-"""Finds the text that a template prints after a turn, from its renderings, and caches the results.
-
-Nothing here depends on a model family: the sources are the template's renderings, the tokenizer's added
-tokens, which it never merges with the text around them, and the ids that end a turn of the model.
-"""
+"""Decides which part of a history stands for all of it where a template's tail is looked for."""
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from chat_tokenizer.added_tokens import AddedTokens, Token
-from chat_tokenizer.closes import Closes, ContentClose
-from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported, TokenizationError
+from chat_tokenizer.errors import TemplateUnsupported
 from chat_tokenizer.messages import Message
-from chat_tokenizer.new_texts import check_new_texts, has_text, last_text
+from chat_tokenizer.new_texts import has_text
 from chat_tokenizer.proof import Locality, Proof, answers_calls, prove, tried_values, with_thinking
 from chat_tokenizer.renderer import Append, Renderer, RenderOptions
-from chat_tokenizer.turns import (
-    PLACEHOLDER_USER,
-    Marked,
-    Tail,
-    placeholder_context,
-    render_marked,
-    render_tail,
-    turn_context,
-)
+from chat_tokenizer.tails import Tails, TurnTail
+from chat_tokenizer.turns import PLACEHOLDER_USER, placeholder_context, turn_context
 
 _MAX_SECONDS_SHORTENING = 2.0
 _LATER_ROLES = frozenset({"user", "assistant", "tool"})
 
 
-@dataclass(frozen=True, slots=True)
-class TurnTail:
-    """The tail of a turn without the turn's own syntax. It does not depend on the ids before it."""
-
-    whole: Tail
-    """The tail from the turn's own syntax on."""
-    text: str
-    """The text from the close of the turn on."""
-    tokens: tuple[Token, ...]
-    """The special tokens in the lead of the tail, in order."""
-    closing: tuple[Token, ...]
-    """The tokens that close the turn; empty if the template has no close."""
-    close_tokens: tuple[Token, ...]
-    """The added tokens up to the last one that closes the turn. Blank ones, such as a line feed that is a
-    token of Gemma 3, are text like other text."""
-    stop_if_last: Token | None
-    """The token that closes the turn where it is the last message, if that is another one (GPT-OSS), or if
-    nothing else closes it. The text before it is the same in both cases."""
-    unclear_stop: Token | None
-    """A stop token after the close, or in its place, that may close the turn or open the next message."""
-    own_stop: Token | None
-    """The last of `closing` if one of them ends turns of the model (in Gemma 4's calls none does); without a
-    close, the stop token that opens the next message (GLM)."""
-    unclear_ids: frozenset[int]
-    """Ids that do not tell how much of the close was sampled: those in `close_tokens` that occur in it more
-    than once, in the turn's own syntax, or at the end of the generation prompt too (Kimi K3); and the first
-    added token of the lead, if it is not known to close the turn."""
-    syntax_ids: frozenset[int]
-    """Ids of the added tokens between the model's last text and the close, such as `</tool_call>`."""
-    after_stop: bool = False
-    """Whether only the text after its stop token is that of the turn, whose close is not shown."""
-
-    @property
-    def syntax(self) -> str:
-        """The turn's own syntax after the model's last text, such as `"}}\n</tool_call>`; mostly empty."""
-        return self.whole.text[: len(self.whole.text) - len(self.text)]
-
-    @property
-    def blanks(self) -> str:
-        """The white space after a turn's calls; empty for turns without calls."""
-        return self.text[: len(self.text) - len(self.text.lstrip())] if self.whole.in_call else ""
-
-    def appends_as(self, other: "TurnTail") -> bool:
-        """Whether the same ids are appended after every sampled id."""
-        mine, others = (
-            (each.text, each.blanks, each.tokens, each.close_tokens, each.closing, each.after_stop)
-            for each in (self, other)
-        )
-        return mine == others
-
-    def continues_as(self, other: "TurnTail") -> bool:
-        """Whether the same ids are appended after a stop token that ended the turn."""
-        mine, others = self.own_stop, other.own_stop
-        if mine is None or others is None or self.unclear_stop or other.unclear_stop:
-            return False
-        return mine.id == others.id and self.text[mine.end :] == other.text[others.end :]
-
-
 class Discovery:
-    """The tails of one template with one tokenizer. Safe to use from several threads."""
+    """The tails of one template as its proof lets them be found. Safe to use from several threads."""
 
-    def __init__(self, template: Renderer, added: AddedTokens) -> None:
+    def __init__(self, template: Renderer, tails: Tails) -> None:
         self.proof: Proof | None = None
-        self.closes = Closes(template, added)
+        self.tails = tails
         self._template = template
-        self._added = added
         self._proving = threading.Lock()
         self._changing = threading.Lock()
 
     def prove(self) -> Proof:
         """Prove which messages determine the text after a turn. The first call takes up to `MAX_SECONDS`."""
         with self._proving:
-            return self.proof or self.adopt(prove(self, self._template.syntax))
+            return self.proof or self.adopt(prove(self.tails, self._template.syntax))
 
     def adopt(self, proof: Proof) -> Proof:
         """Adopt a proof from another process and keep the refutations of this one. Returns the result."""
@@ -166,8 +93,8 @@ class Discovery:
         proof, append = self.proof, Append(history, new, options)
         if proof is None or not self.stands_alone(new, history, options):
             return None
-        in_turn = self.tail_in(append.after(turn_context(append.turn)))
-        if in_turn is None or self.holds(in_turn, append):
+        in_turn = self.tails.tail_in(append.after(turn_context(append.turn)))
+        if in_turn is None or self.tails.holds(in_turn, append):
             return None
         self.adopt(proof.demoted(new, "an audit found that earlier messages decide what is printed"))
         return self._shortest(in_turn, append)
@@ -183,7 +110,7 @@ class Discovery:
             start = 0
             while start < len(history) - 1 and time.monotonic() < until:
                 shorter = history[:start] + history[min(start + size, len(history) - 1) :]
-                if self.holds(tail, append.after(shorter)):
+                if self.tails.holds(tail, append.after(shorter)):
                     start += size
                 else:
                     history = shorter
@@ -209,7 +136,7 @@ class Discovery:
         """
         if history is None:
             # first, because if the template refuses the new messages themselves, its own error is more useful
-            turn_tail, _ = self._find(Append(placeholder_context(new), new, options))
+            turn_tail, _ = self.tails.find(Append(placeholder_context(new), new, options))
             proof = self.prove()
             if not alone:
                 raise TemplateUnsupported(
@@ -219,164 +146,10 @@ class Discovery:
             after_stop = proof.locality(new) is Locality.NEW_AFTER_STOP
             return replace(turn_tail, after_stop=turn_tail.after_stop or after_stop)
         if alone:
-            return self._find(Append(turn_context(history[-1]), new, options))[0]
+            return self.tails.find(Append(turn_context(history[-1]), new, options))[0]
         # a reduced turn may have other syntax, but an engine is not asked for its renderings
         reduced = not self._template.syntax.complete
         context = turn_context(history[-1]) if reduced else [PLACEHOLDER_USER, history[-1]]
-        return self._after_history(Append(history, new, options), self.tail_in(Append(context, new, options)))
-
-    def _after_history(self, append: Append, in_turn: TurnTail | None) -> TurnTail:
-        """The tail after a whole history; `in_turn` is the tail after its last turn alone, if that has one.
-
-        Mostly the two are equal. One rendering shows that if the turn's last text occurs in it once.
-        """
-        text = self._template.text([*append.context, *append.new], append.options)
-        if in_turn is not None and _ends_turn(text, append.turn, in_turn):
-            return in_turn
-        turn_tail, marked = self._find(append, in_turn)
-        if not marked.agrees_with(text, turn_tail.text):
-            # the marker may stand for a text that the turn lacks: then only its stop token and the rest agree
-            stop = turn_tail.own_stop
-            rest = turn_tail.text[stop.start :] if stop else ""
-            if rest and text.endswith(rest) and marked.before.startswith(text.removesuffix(rest)):
-                return replace(turn_tail, after_stop=True)
-            raise TemplateUnsupported("what the template prints after a turn depends on the text of the turn")
-        return turn_tail
-
-    def tail_in(self, append: Append) -> TurnTail | None:
-        """The tail of the turn; None if the template refuses the messages."""
-        try:
-            return self._find(append)[0]
-        except TokenizationError:
-            return None
-
-    def continues_alike(self, tail: TurnTail, append: Append) -> bool:
-        """Whether the same ids are appended as after a tail, or the template refuses the messages."""
-        try:
-            if render_marked(self._template, append).text == tail.whole.text:
-                return True
-            return self._find(append)[0].appends_as(tail)
-        except InvalidMessages:
-            return True
-        except TokenizationError:
-            return False
-
-    def holds(self, tail: TurnTail, append: Append) -> bool:
-        """Whether the same ids are appended after the whole context as after a tail, or the template refuses.
-
-        Unlike `continues_alike`, this renders without a marker too, because a template may test the turn's
-        text, which a marker changes.
-        """
-        try:
-            return self._after_history(append, tail).appends_as(tail)
-        except InvalidMessages:
-            return True
-        except TokenizationError:
-            return False
-
-    def _find(self, append: Append, guide: TurnTail | None = None) -> tuple[TurnTail, Marked]:
-        """Render, and take the turn's own syntax from the tail; also returns that rendering.
-
-        Args:
-            guide: the tail of the same turn in a smaller context.
-        """
-        whole, marked = render_tail(self._template, append, guide.whole if guide else None)
-        return self._without_syntax(whole, append), marked
-
-    def _without_syntax(self, whole: Tail, append: Append) -> TurnTail:
-        """Check that a tail holds the new texts, take the turn's own syntax from it, and find its close."""
-        new_texts = whole.text[whole.lead : len(whole.text) - whole.foot]
-        check_new_texts(new_texts, append.new, self._template.syntax.strings)
-        close = self.closes.of_content(append.options)
-        # the token that closes a turn may open the next message too: only the close is searched
-        start, end, closers, shown = 0, len(close.text), close.closers, True
-        if not whole.text[: whole.lead].startswith(close.text):
-            found = self._added.find(whole.text[: whole.lead])
-            end = next((token.end for token in found if token.id == close.stop), whole.lead)
-        if whole.in_call:
-            start, end, closers, shown = self.closes.of_call(whole, close)
-        text, lead = whole.text[start:], whole.text[start : whole.lead]
-        if_last = whole.text_if_last.removeprefix(whole.text[:start])
-        if len(if_last) + start != len(whole.text_if_last):
-            if_last = ""
-        tokens = self._added.find(lead, special=True)
-        closing = tuple(token for token in tokens if token.id in closers and token.end <= end - start)
-        closing, unclear_stop = self._with_later_stops(tokens, closing, close, whole.in_call)
-        last = closing[-1] if closing else None
-        close_text = lead[: last.end if last else 0]
-        found = self._added.find(close_text)
-        close_tokens = tuple(token for token in found if close_text[token.start : token.end].strip())
-        syntax = frozenset(token.id for token in self._added.find(whole.text[:start]))
-        stops = self._added.stop_ids
-        own_stop = last if any(token.id in stops for token in closing) else None
-        if not closing:
-            own_stop = next((token for token in tokens[:1] if token.id in stops), None)
-        return TurnTail(
-            whole,
-            text,
-            tokens,
-            closing,
-            close_tokens,
-            self._stop_if_last(lead, if_last, last),
-            unclear_stop,
-            own_stop,
-            self._unclear_ids(text, lead, close_tokens, syntax),
-            syntax,
-            not shown,
+        return self.tails.after_history(
+            Append(history, new, options), self.tails.tail_in(Append(context, new, options))
         )
-
-    def _unclear_ids(
-        self, text: str, lead: str, close_tokens: tuple[Token, ...], syntax: frozenset[int]
-    ) -> frozenset[int]:
-        """See `TurnTail.unclear_ids`."""
-        # the tail may end with the prompt of the next turn, which the prompt of this turn resembles
-        elsewhere = syntax | {self.closes.last_of_prompt, self._added.id_at_end(text)}
-        times = Counter(token.id for token in close_tokens)
-        unclear = {token for token, count in times.items() if count > 1 or token in elsewhere}
-        first = self._added.id_at(lead, len(lead) - len(lead.lstrip()))
-        return frozenset(unclear if first is None or first in times else unclear | {first})
-
-    def _stop_if_last(self, lead: str, if_last: str, last: Token | None) -> Token | None:
-        """See `TurnTail.stop_if_last`; `last` is the last token that closes it where messages follow."""
-        start = last.start if last else self._added.shared(lead, if_last)
-        stop = self._added.id_at(if_last, start)
-        stops = self._added.special_ids - {last.id} if last else self._added.stop_ids
-        return Token(stop, start, start + len(self._added.text(stop))) if stop in stops else None
-
-    def _with_later_stops(
-        self, tokens: tuple[Token, ...], closing: tuple[Token, ...], close: ContentClose, in_call: bool
-    ) -> tuple[tuple[Token, ...], Token | None]:
-        """The tokens that close a turn, up to the last stop token that is shown to; and `unclear_stop`.
-
-        Example: `<|end|></s>` of `<|end|></s>\n<|start|>user`, where the last turn lacks the `</s>`.
-        """
-        end = closing[-1].end if closing else 0
-        stops = (self._added.stop_ids | close.closers) - self.closes.result_openers
-        later = [token for token in tokens if token.start >= end]
-        later_stop = next((token for token in later if token.id in stops), None)
-        # without its own close, a turn may be closed with another token than others
-        if later_stop is None or (close.closers and not closing):
-            return closing, later_stop
-        for index, token in enumerate(tokens):
-            if token.start < end:
-                continue
-            closes = self.closes.closes_turn(token.id, in_call)
-            if closes is None:
-                return closing, token
-            if not closes:
-                break
-            if token.id in stops:
-                closing = tokens[: index + 1]
-        return closing, None
-
-
-def _ends_turn(text: str, turn: Message, turn_tail: TurnTail) -> bool:
-    """Whether a rendering ends with the turn's last text and this tail.
-
-    That is the first position where the text and its close are found. If an earlier turn is equal, the text
-    after it is longer than the tail, and the caller renders with a marker.
-    """
-    written = last_text(turn).strip()
-    close = turn_tail.text[: turn_tail.closing[-1].end if turn_tail.closing else 0]
-    start = text.find(written + turn_tail.syntax + close)
-    return bool(written) and start >= 0 and text[start + len(written) :] == turn_tail.whole.text

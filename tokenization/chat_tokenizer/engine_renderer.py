@@ -26,7 +26,7 @@ from chat_tokenizer.cache import BoundedCache, digest
 from chat_tokenizer.encoder import Encoder
 from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported, TokenizationError
 from chat_tokenizer.messages import Message
-from chat_tokenizer.renderer import RenderOptions
+from chat_tokenizer.renderer import RenderOptions, remembered_renderings
 from chat_tokenizer.syntax import Syntax
 from chat_tokenizer.turns import PLACEHOLDER_USER
 
@@ -189,6 +189,7 @@ class EngineRenderer:
     def __init__(self, encoder: Encoder, added: AddedTokens, render: Render, identity: bytes) -> None:
         """`identity`: equal for engines that render alike."""
         self.identity = identity
+        self.remembered = remembered_renderings()
         self._encoder = encoder
         self._render = render
         self._forms = Forms(encoder, added, self._engine_text)

@@ -31,6 +31,8 @@ _PART_FIELDS = frozenset(
 """Fields that vLLM reads in some kind of part. The template gets any other field of a text part."""
 _BILLING_HEADER = "x-anthropic-billing-header"
 """Start of a line that vLLM removes from system messages, because it changes with every request."""
+_OBJECT = (dict, Mapping)
+"""`dict` comes first, because the check against an abstract class is slow."""
 _CALL_FIELDS = dict.fromkeys(["id", "function", "type"])
 _FUNCTION_FIELDS = dict.fromkeys(["arguments", "name"])
 _TOOL_FIELDS = dict.fromkeys(["function", "type"])
@@ -38,13 +40,14 @@ _DEFINITION_FIELDS = dict.fromkeys(["name", "description", "parameters", "strict
 """Fields in the order of vLLM's parser, because templates print whole objects as JSON."""
 
 
-def check_types(
+def check_appended(
     new: Sequence[Message], history: Sequence[Message] | None, tools: object, kwargs: object
 ) -> None:
-    """Check the types of arguments, for callers without a type checker.
+    """Check the arguments of an append, and their types for callers without a type checker.
 
     Raises:
-        InvalidMessages: one of them has a wrong type; the message names it.
+        InvalidMessages: one of them has a wrong type, there are no new messages, or the history does not end
+            with an assistant turn.
     """
     arguments = (("the new messages", new), ("`history`", history), ("`tools`", tools))
     for name, values in arguments:
@@ -55,6 +58,10 @@ def check_types(
         raise InvalidMessages("every message must be an object")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise InvalidMessages(f"`template_kwargs` must be an object, not {type(kwargs).__name__}")
+    if not new:
+        raise InvalidMessages("must not be empty")
+    if history is not None and (not history or history[-1].get("role") != "assistant"):
+        raise InvalidMessages("`history` must end with the assistant turn")
 
 
 def for_template(
@@ -82,7 +89,7 @@ def for_template(
 
 
 def _convert(message: Message, index: int, parts: bool) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
+    if not isinstance(message, _OBJECT):
         raise InvalidMessages(f"message {index} must be an object")
     role = message.get("role")
     if not isinstance(role, str) or not role:
@@ -181,8 +188,8 @@ def _without_billing_header(parts: list[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def _convert_call(call: object, index: int) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+    function = call.get("function") if isinstance(call, _OBJECT) else None
+    if not isinstance(call, _OBJECT) or not isinstance(function, _OBJECT):
         raise InvalidMessages(f"tool calls of message {index} must be objects with a function")
     if call.get("type", "function") != "function":
         raise InvalidMessages(f"tool calls of message {index} must be of type 'function'")
@@ -204,7 +211,7 @@ def arguments_of(function: Mapping[str, Any]) -> Mapping[str, Any]:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             return {}
-    return arguments if isinstance(arguments, Mapping) else {}
+    return arguments if isinstance(arguments, _OBJECT) else {}
 
 
 def _developer_tools(tools: object) -> object:

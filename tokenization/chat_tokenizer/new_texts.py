@@ -126,8 +126,12 @@ def _parts(content: list[Any]) -> list[dict[str, Any]]:
 def _printed(text: str, tail: str, times: int) -> bool:
     if not text or tail.count(text) >= times:
         return True
-    escaped = (json.dumps(text, ensure_ascii=False), json.dumps(text), repr(text))
-    return any(tail.count(form[1:-1]) >= times for form in escaped)
+    return any(tail.count(form) >= times for form in escaped(text))
+
+
+def escaped(text: str) -> tuple[str, ...]:
+    """A text as templates print it in JSON or as Python does."""
+    return tuple(form[1:-1] for form in (json.dumps(text, ensure_ascii=False), json.dumps(text), repr(text)))
 
 
 def _without(text: str, strings: Sequence[str]) -> list[str]:

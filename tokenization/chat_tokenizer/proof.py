@@ -22,7 +22,7 @@ from enum import StrEnum
 from importlib.metadata import version
 from itertools import chain, islice, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from chat_tokenizer.cache import digest
 from chat_tokenizer.histories import (
@@ -48,10 +48,8 @@ from chat_tokenizer.histories import (
 from chat_tokenizer.messages import Message
 from chat_tokenizer.renderer import Append, RenderOptions
 from chat_tokenizer.syntax import Syntax
+from chat_tokenizer.tails import Tails, TurnTail
 from chat_tokenizer.turns import placeholder_context, turn_context
-
-if TYPE_CHECKING:
-    from chat_tokenizer.discovery import Discovery, TurnTail
 
 log = logging.getLogger("tokenproxy")
 PROOF_VERSION = 7
@@ -122,7 +120,7 @@ class Proof:
 _Case = tuple[Messages, Step, RenderOptions]
 
 
-def prove(tails: "Discovery", syntax: Syntax, max_seconds: float = MAX_SECONDS) -> Proof:
+def prove(tails: Tails, syntax: Syntax, max_seconds: float = MAX_SECONDS) -> Proof:
     """Prove which messages determine the text after a turn. Takes up to `max_seconds` of CPU time."""
     if not syntax.parsed:
         return _not_local("its source cannot be parsed")
@@ -137,7 +135,7 @@ def prove(tails: "Discovery", syntax: Syntax, max_seconds: float = MAX_SECONDS) 
 
 
 class _Prover:
-    def __init__(self, tails: "Discovery", max_seconds: float) -> None:
+    def __init__(self, tails: Tails, max_seconds: float) -> None:
         self._tails = tails
         self._max_seconds = max_seconds
         self._in_turn: dict[str, TurnTail | None] = {}
@@ -183,7 +181,7 @@ class _Prover:
             return
         if not options.kwargs:
             self._tried.add(step.after_results)
-        if not tails.continues_alike(in_turn, append):
+        if not tails.holds(in_turn, append, marked=True):
             self._refute(Locality.HISTORY, "earlier messages decide", history, step, options)
 
     def _refute(

@@ -7,8 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from chat_tokenizer.cache import BoundedCache
 from chat_tokenizer.messages import Message, Tools
 from chat_tokenizer.syntax import Syntax
+
+
+def remembered_renderings() -> BoundedCache[bytes, str]:
+    """A new cache for `Renderer.remembered`."""
+    return BoundedCache(256, lambda text: len(text) <= 2**16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,11 @@ class Renderer(Protocol):
     @property
     def identity(self) -> bytes:
         """All that its renderings depend on, besides the vocabulary: equal bytes render alike."""
+        ...
+
+    @property
+    def remembered(self) -> BoundedCache[bytes, str]:
+        """Renderings of short conversations, for `chat_tokenizer.turns`."""
         ...
 
     @property

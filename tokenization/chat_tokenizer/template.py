@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from chat_tokenizer.cache import BoundedCache
 from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported
 from chat_tokenizer.messages import Message, for_template, tools_for_template
-from chat_tokenizer.renderer import RenderOptions
+from chat_tokenizer.renderer import RenderOptions, remembered_renderings
 from chat_tokenizer.syntax import Syntax, join_syntaxes, parse_source, read_syntax
 
 ContentFormat = Literal["string", "openai"]
@@ -174,6 +174,7 @@ class Template:
         self._content_format = content_format
         self._defaults = dict(defaults or {})
         self._sources: BoundedCache[str, _Source] = BoundedCache(8)
+        self.remembered = remembered_renderings()
         self._lock = threading.Lock()
         template = tokenizer.chat_template
         sources = list(template.values()) if isinstance(template, dict) else [template or ""]

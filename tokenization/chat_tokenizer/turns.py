@@ -22,10 +22,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from chat_tokenizer.added_tokens import common_prefix_length
+from chat_tokenizer.cache import digest
 from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported
 from chat_tokenizer.messages import Message, arguments_of
 from chat_tokenizer.new_texts import (
     Marks,
+    escaped,
     has_text,
     last_text,
     unused_marks,
@@ -33,13 +35,14 @@ from chat_tokenizer.new_texts import (
     with_last_text,
     with_marks,
 )
-from chat_tokenizer.renderer import Append, Renderer
+from chat_tokenizer.renderer import Append, Renderer, RenderOptions
 
 TURN_NOT_PRINTED = "turn_not_printed"
 """A note: the template prints nothing of the turn's tool calls, or not its content."""
 MARK = "qZassistantZq"
 _PARTS = (("'text': '", "'}]"), ('"text": "', '"}]'))
 """The text before and after a text in a list of parts, as Python and as JSON print it."""
+_NUMBER = re.compile("[0-9]+")
 _QUOTES = 16
 """Tried from the end of a call's arguments, to find where their last text ends."""
 PLACEHOLDER_USER: dict[str, Any] = {"role": "user", "content": "."}
@@ -117,18 +120,17 @@ def render_tail(template: Renderer, append: Append, guide: Tail | None = None) -
     """Render a context and new messages; cut at the marker.
 
     Args:
-        guide: the tail of the same turn in a smaller context. If the tail begins in the same way, or differs
-            only in the header, lead and last rendering are copied from it, so that the context is rendered
-            only once.
+        guide: the tail of the same turn in a smaller context. If the tail differs from it in numbers at most,
+            the context is rendered only once.
 
     Raises:
         InvalidMessages: the template refuses the messages in every form of the turn.
         TemplateUnsupported: the template prints nothing of an assistant turn, or a marker not exactly once.
     """
     marks = unused_marks(append)
-    marked = render_marked(template, append, marks)
+    marked = _render_marked(template, append, marks)
     same_form = guide is not None and (guide.in_call, guide.notes) == (marked.in_call, marked.notes)
-    tail = _guided(guide, marked.text) if guide is not None and same_form else None
+    tail = _like(guide, marked.text) if guide is not None and same_form else None
     if tail is None:
         lead, foot = _around_new_texts(template, append.after(marked.messages), marks, marked.text)
         tail = Tail(
@@ -142,35 +144,45 @@ def render_tail(template: Renderer, append: Append, guide: Tail | None = None) -
     return tail, marked
 
 
-def _guided(guide: Tail, text: str) -> Tail | None:
-    """The tail with this text, its other fields from the same turn in a smaller context.
+def tail_shown(text: str, context: Sequence[Message], guide: Tail, close: str) -> Tail | None:
+    """The tail of a turn at the end of a rendering without a marker; None if that alone does not show it.
 
-    Example: the guide's `<|im_end|>\\n<|im_start|>tool\\nResult 1: qr<|im_end|>\\n` and a text that has
-    `Result 12: ` there. None if the texts differ in the close, or in more than the header.
+    It begins where the turn's last text and its close are found first, after the text of the message before
+    the turn. If the template prints the turn's text again, what follows is not like the guide.
+
+    Args:
+        guide: the tail of the same turn in a smaller context.
+        close: its start up to the last token of the close.
     """
-    if text.startswith(guide.text[: guide.lead]):
-        same_foot = text.endswith(guide.text[len(guide.text) - guide.foot :])
-        return replace(guide, text=text, foot=guide.foot if same_foot else 0)
-    after_lead = guide.text[guide.lead :]
-    lead = len(text) - len(after_lead)
-    # up to this length the texts must agree, so that the close is the same
-    close = len(guide.text_if_last)
-    if (
-        0 < close <= min(lead, guide.lead)
-        and text[:close] == guide.text[:close]
-        and text.endswith(after_lead)
-    ):
-        return replace(guide, text=text, lead=lead)
+    written = last_text(context[-1])
+    # its first place: if an earlier message has the same text, an earlier turn may be found
+    before = context[-2].get("content") if context[1:] else None
+    begin = max(0, text.find(before.strip())) if isinstance(before, str) else 0
+    for form in (written.strip(), *escaped(written)):
+        start = text.find(form + close, begin) if written.strip() else -1
+        if start >= 0:
+            return _like(guide, text[start + len(form) :])
     return None
 
 
-def render_marked(template: Renderer, append: Append, marks: Marks | None = None) -> Marked:
+def _like(guide: Tail, text: str) -> Tail | None:
+    """The tail with this text, if it differs from the guide in the numbers of its lead at most.
+
+    Example: the guide's `<|im_end|>\n<|im_start|>tool\nResult 1: qr<|im_end|>\n` and a text that has
+    `Result 12: ` there.
+    """
+    rest = guide.text[guide.lead :]
+    lead = text[: len(text) - len(rest)]
+    if not text.endswith(rest) or _NUMBER.sub("0", lead) != _NUMBER.sub("0", guide.text[: guide.lead]):
+        return None
+    return replace(guide, text=text, lead=len(lead))
+
+
+def _render_marked(template: Renderer, append: Append, marks: Marks) -> Marked:
     """Render a context and new messages, with a marker in the turn.
 
     Raises: as `render_tail`.
     """
-    if marks is None:
-        marks = unused_marks(append)
     mark = marks.turn
     refusal: InvalidMessages | None = None
     for turn, replaced, notes in _marked_forms(append.turn, mark):
@@ -192,9 +204,15 @@ def render_marked(template: Renderer, append: Append, marks: Marks | None = None
     raise TemplateUnsupported("the template prints nothing of an assistant turn")
 
 
+def _remembered(template: Renderer, messages: Sequence[Message], options: RenderOptions) -> str:
+    """A rendering in which markers stand for all texts, so that most appends of its kind need the same."""
+    key = digest(list(messages), options.key(), template.now())
+    return template.remembered.get_or_make(key, lambda: template.text(messages, options))
+
+
 def _tail_if_last(template: Renderer, marked: Append, mark: str) -> str:
     try:
-        text = template.text(marked.context, replace(marked.options, add_generation_prompt=False))
+        text = _remembered(template, marked.context, replace(marked.options, add_generation_prompt=False))
     except InvalidMessages:
         return ""
     before, _, after = text.partition(mark)
@@ -287,7 +305,7 @@ def _around(template: Renderer, marked: Append, turn: dict[str, Any], marks: Mar
     words: dict[str, int] = {}
     messages = [with_marks(message, index, marks, words) for index, message in enumerate(marked.new)]
     try:
-        whole = template.text([*marked.context[:-1], turn, *messages], marked.options)
+        whole = _remembered(template, [*marked.context[:-1], turn, *messages], marked.options)
     except InvalidMessages as error:
         raise TemplateUnsupported(
             f"the template does not take other text in the place of a new message: {error}"

@@ -95,7 +95,7 @@ def test_locality_of_a_template(template: str, results: Locality, messages: Loca
 
 def test_proof_that_takes_too_long_is_given_up() -> None:
     tokenizer = tokenizer_with(LOCAL)
-    proof = prove(tokenizer._discovery, tokenizer._template.syntax, -1.0)
+    proof = prove(tokenizer._discovery.tails, tokenizer._template.syntax, -1.0)
     assert proof == Proof(HISTORY, HISTORY, "the proof was not complete after -1 s", complete=False)
 
 

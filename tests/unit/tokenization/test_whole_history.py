@@ -1,10 +1,13 @@
 """An append after a template that is not local: the whole history is rendered as text, once or twice."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from chat_tokenizer import ChatTokenizer
+from chat_tokenizer.messages import Message
+from chat_tokenizer.renderer import RenderOptions
 from tests.support.tiny_model import CHATML, END, TinyModel
 
 _NUMBERED = CHATML.replace("'<|im_start|>' + message.role", "'<|im_start|>' + message.role ~ loop.index")
@@ -40,3 +43,22 @@ def test_prompt_equals_a_rendering(
         sampled = ids[: len(ids) - ids[::-1].index(END)]
         appended = tokenizer.append(sampled, new, history=history)
         assert appended.prompt_ids == tokenizer.render([*history, *new])
+
+
+def test_history_is_rendered_once_where_a_tail_differs_in_numbers(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = ChatTokenizer.load(tiny_model.folder, _NUMBERED)
+    questions = [{"role": "user", "content": f"Is it {number}?"} for number in range(20)]
+    history = [message for question in questions for message in (question, _ANSWERED)]
+    rendered: list[int] = []
+    text = tokenizer._template.text
+
+    def counted(messages: Sequence[Message], options: RenderOptions) -> str:
+        rendered.append(len(messages))
+        return text(messages, options)
+
+    monkeypatch.setattr(tokenizer._template, "text", counted)
+    appended = tokenizer.append([END], [{"role": "user", "content": "Why?"}], history=history)
+    assert "user41\nWhy?" in tokenizer.decode(appended.suffix_ids)
+    assert rendered.count(len(history) + 1) == 1
