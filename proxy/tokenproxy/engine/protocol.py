@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from tokenproxy.engine.http import HttpEngine
     from tokenproxy.engine.inprocess import InProcessEngine
 
+NO_ERROR_OBJECT = "BadGatewayError"
+"""The type of an error whose body is no error object."""
 _TELLS_NOTHING = frozenset({429, 502, 503, 504})
 _SAMPLING = frozenset(EngineRoute)
 
@@ -180,10 +182,37 @@ async def examine(engine: Engine, request: Request) -> tuple[int, bytes]:
     return status, body
 
 
-def error_text(body: bytes) -> str:
-    """The message of an engine's error object; the body itself if it is none. At most 300 characters."""
+class Problem(msgspec.Struct):
+    """An error of an engine."""
+
+    message: str = ""
+    code: int | str | None = None
+    type: str | None = None
+    param: str | None = None
+
+    @property
+    def name(self) -> str | None:
+        """The code, if it is a word and not a status."""
+        return self.code if isinstance(self.code, str) else None
+
+
+class _Refused(msgspec.Struct):
+    error: Problem | str
+
+
+_decode_refused = msgspec.json.Decoder(_Refused).decode
+
+
+def problem_of(body: bytes) -> Problem:
+    """The error in an engine's response, or in the data of an event; another text is its message."""
     try:
-        error = msgspec.json.decode(body)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)[:300]
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
-        return body.decode("utf-8", "replace")[:300]
+        error = _decode_refused(body).error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        text = body.decode("utf-8", "replace") or "the engine returned an error without a message"
+        return Problem(text, type=NO_ERROR_OBJECT)
+    return Problem(error) if isinstance(error, str) else error
+
+
+def error_text(body: bytes) -> str:
+    """The message of an engine's error. At most 300 characters."""
+    return problem_of(body).message[:300]
