@@ -6,7 +6,6 @@ already. httptools, which uvicorn brings, parses the responses.
 
 import asyncio
 import socket
-from collections import deque
 from typing import cast
 
 import httptools
@@ -60,7 +59,7 @@ class Connection(asyncio.Protocol):
         self._informational = False
         self._body_sent = self._head_complete = self.complete = self._keeps_alive = False
         self._error: Exception | None = None
-        self._pieces: deque[bytes] = deque()
+        self._pieces: list[bytes] = []
         self._buffered = 0
 
     @property
@@ -122,9 +121,9 @@ class Connection(asyncio.Protocol):
             if self._error is not None:
                 raise self._error
             return None
-        taken = pieces.popleft()
+        taken = pieces.pop(0)
         if len(taken) > limit:
-            pieces.appendleft(taken[limit:])
+            pieces.insert(0, taken[limit:])
             taken = taken[:limit]
         elif pieces and self._buffered <= limit:
             taken += b"".join(pieces)

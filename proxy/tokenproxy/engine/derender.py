@@ -12,8 +12,7 @@ A log-probability names its token by its text, or as `token_id:N` if the client 
 """
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,9 +21,8 @@ from chat_tokenizer import ids
 from tokenproxy.base.errors import BadRequest, EngineBroken
 from tokenproxy.base.fields import NULL, join, parse, raw, raw_value, read
 from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response
-from tokenproxy.base.images import Image
 from tokenproxy.base.types import Fields, Headers
-from tokenproxy.engine.protocol import Engine, fetch
+from tokenproxy.engine.protocol import Engine, TokenRequest, fetch
 from tokenproxy.engine.sse import DONE, data_event, events
 
 T = TypeVar("T")
@@ -52,33 +50,6 @@ class _Logprob(msgspec.Struct):
 
 class _Logprobs(msgspec.Struct):
     content: list[_Logprob] | None = None
-
-
-@dataclass(slots=True)
-class TokenRequest:
-    """A chat completion whose prompt is ids."""
-
-    prompt_ids: bytes
-    """The prompt as a validated JSON array of ids, for example `b"[1, 74, 75]"`."""
-    fields: Fields
-    """All other fields of the chat completion, as the client sent them."""
-    headers: Headers
-    """Without `accept-encoding`: responses are parsed."""
-    field: str = "prompt_ids"
-    """The client's name for the field with the ids; error messages use it."""
-    single_ids: bytes = b""
-    """The prompt with a single placeholder for each image; empty if it has no images."""
-    images: Sequence[Image] = ()
-    """The images of the prompt, in its order. Only the generate route takes them."""
-    sampled: Sequence[int] = ()
-    """Ids that were sampled after the prompt by an engine that broke off; this one goes on after them."""
-    check: Callable[[Mapping[str, Any]], None] = lambda parsed: None
-    """Gets the delta that an engine makes of `sampled`; raises EngineBroken if nothing may follow it."""
-
-    @property
-    def begun(self) -> bytes:
-        """The prompt and what was sampled after it, as a JSON array."""
-        return ids.concatenate(self.prompt_ids, ids.dump(self.sampled)) if self.sampled else self.prompt_ids
 
 
 class Derender:

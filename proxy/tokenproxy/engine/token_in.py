@@ -24,12 +24,11 @@ from tokenproxy.base.types import Fields
 from tokenproxy.engine.derender import (
     GENERATE_PATH,
     Derender,
-    TokenRequest,
     error_headers,
     parse_response,
     read_response_field,
 )
-from tokenproxy.engine.protocol import NO_ERROR_OBJECT, Engine, problem_of
+from tokenproxy.engine.protocol import NO_ERROR_OBJECT, Engine, TokenRequest, problem_of
 
 CHAT_PATH = "/v1/chat/completions"
 RENDER_PATH = "/v1/chat/completions/render"

@@ -14,7 +14,7 @@ from tokenproxy.base.fields import flag, join, raw, raw_value, read, stream_opti
 from tokenproxy.base.http import Request, Response
 from tokenproxy.base.request import EVERYTHING, ChatRequest, EngineRoute, ResumePolicy, Visible
 from tokenproxy.base.types import Fields, Headers
-from tokenproxy.engine.derender import TokenRequest
+from tokenproxy.engine.protocol import TokenRequest
 from tokenproxy.engine.token_in import GenerateTokenIn, rename_errors
 from tokenproxy.fleet.choosing import BYTES_PER_ID, Routing, body_digest
 from tokenproxy.fleet.model import FleetModel

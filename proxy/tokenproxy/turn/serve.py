@@ -132,8 +132,14 @@ async def _whole(
 async def _read(
     body: bytes, turn: PlannedTurn, answer: Answer, *, final: bool = False
 ) -> tuple[Completion, bytes | ApiError | None]:
-    """As `_read_now`, on a thread if it is long."""
-    if len(body) < _READ_ON_THREAD_BYTES or _is_unread(turn.plan, answer):
+    """As `_read_now`, on a thread if it is long.
+
+    What is neither recorded nor changed is read only if its engine may have broken off.
+    """
+    unread = turn.plan.conversation is None and answer.shows_all
+    if unread and not any(reason in body for reason in _BREAKS_OFF):
+        return Completion(), answer.whole(Parsed(wire.Completion(), body), body, Completion())
+    if len(body) < _READ_ON_THREAD_BYTES:
         return _read_now(body, turn.plan, answer, final)
     return await turn.services.encoders.run(partial(_read_now, body, turn.plan, answer, final))
 
@@ -145,8 +151,6 @@ def _read_now(
 
     That is None if the engine broke off and more may follow, which it does not after a `final` one.
     """
-    if _is_unread(plan, answer) and not any(reason in body for reason in _BREAKS_OFF):
-        return Completion(), answer.whole(Parsed(wire.Completion(), body), body, Completion())
     batch = plan.batch
     parsed = parsing.parse(body, tokens=answer.reads_tokens, whole=True, one_prompt=batch is None)
     completion = read_completion(parsed, plan.prompt, batch)
@@ -156,11 +160,6 @@ def _read_now(
         return completion, answer.whole(parsed, body, completion)
     except ApiError as error:
         return completion, error
-
-
-def _is_unread(plan: PromptPlan, answer: Answer) -> bool:
-    """Whether nothing of a completion is recorded or changed: it is read only if its engine broke off."""
-    return plan.conversation is None and answer.shows_all
 
 
 # --- planning

@@ -195,8 +195,6 @@ class CallPiece(msgspec.Struct, gc=False):
 
 
 _decode_usage = msgspec.json.Decoder(Usage).decode
-decode_ids = msgspec.json.Decoder(list[_Id]).decode
-"""Parses a JSON array of ids. Raises one of `REFUSALS`."""
 
 
 # --- parts of a message

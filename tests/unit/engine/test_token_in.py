@@ -6,7 +6,7 @@ import pytest
 from tests.support.fake_vllm import error_body
 from tokenproxy.base.fields import parse
 from tokenproxy.base.http import BytesResponse
-from tokenproxy.engine.derender import TokenRequest
+from tokenproxy.engine.protocol import TokenRequest
 from tokenproxy.engine.token_in import chat_body, rename_errors, rename_param
 
 
