@@ -121,13 +121,14 @@ class Connection(asyncio.Protocol):
             if self._error is not None:
                 raise self._error
             return None
-        taken = pieces.pop(0)
-        if len(taken) > limit:
-            pieces.insert(0, taken[limit:])
-            taken = taken[:limit]
-        elif pieces and self._buffered <= limit:
-            taken += b"".join(pieces)
+        if self._buffered <= limit:
+            taken = b"".join(pieces)
             pieces.clear()
+        else:
+            first = pieces.pop(0)
+            taken, rest = first[:limit], first[limit:]
+            if rest:
+                pieces.insert(0, rest)
         self._buffered -= len(taken)
         if not self._reading and 2 * self._buffered < _MOST_BUFFERED and self._transport is not None:
             self._reading = True

@@ -90,12 +90,10 @@ class ChatTokenIn:
 
 def chat_body(request: TokenRequest) -> bytes:
     """The chat request with the ids in `kv_transfer_params`, next to the client's transfer parameters."""
-    fields = dict(request.fields)
-    transfer = read(fields, "kv_transfer_params", Fields) or {}
-    fields.setdefault("messages", _PLACEHOLDER_MESSAGES)
+    transfer = read(request.fields, "kv_transfer_params", Fields) or {}
     transfer["prompt_token_ids"] = msgspec.Raw(request.begun)
-    fields["kv_transfer_params"] = msgspec.Raw(join(transfer))
-    return join(fields)
+    messages = request.fields.get("messages", _PLACEHOLDER_MESSAGES)
+    return msgspec.json.encode({**request.fields, "messages": messages, "kv_transfer_params": transfer})
 
 
 class GenerateTokenIn:
