@@ -6,7 +6,6 @@ already. httptools, which uvicorn brings, parses the responses.
 
 import asyncio
 import socket
-from collections import deque
 from typing import cast
 
 import httptools
@@ -60,7 +59,7 @@ class Connection(asyncio.Protocol):
         self._informational = False
         self._body_sent = self._head_complete = self.complete = self._keeps_alive = False
         self._error: Exception | None = None
-        self._pieces: deque[bytes] = deque()
+        self._pieces: list[bytes] = []
         self._buffered = 0
 
     @property
@@ -122,13 +121,14 @@ class Connection(asyncio.Protocol):
             if self._error is not None:
                 raise self._error
             return None
-        taken = pieces.popleft()
-        if len(taken) > limit:
-            pieces.appendleft(taken[limit:])
-            taken = taken[:limit]
-        elif pieces and self._buffered <= limit:
-            taken += b"".join(pieces)
+        if self._buffered <= limit:
+            taken = b"".join(pieces)
             pieces.clear()
+        else:
+            first = pieces.pop(0)
+            taken, rest = first[:limit], first[limit:]
+            if rest:
+                pieces.insert(0, rest)
         self._buffered -= len(taken)
         if not self._reading and 2 * self._buffered < _MOST_BUFFERED and self._transport is not None:
             self._reading = True

@@ -13,7 +13,7 @@ A log-probability names its token by its text, or as `token_id:N` if the client 
 
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,11 +22,8 @@ from tokenproxy.base.errors import BadRequest, EngineBroken
 from tokenproxy.base.fields import NULL, join, parse, raw, raw_value, read
 from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response
 from tokenproxy.base.types import Fields, Headers
-from tokenproxy.engine.protocol import Engine, fetch
+from tokenproxy.engine.protocol import Engine, TokenRequest, fetch
 from tokenproxy.engine.sse import DONE, data_event, events
-
-if TYPE_CHECKING:
-    from tokenproxy.engine.token_in import TokenRequest
 
 T = TypeVar("T")
 
@@ -58,7 +55,7 @@ class _Logprobs(msgspec.Struct):
 class Derender:
     """Converts the generate response to one request."""
 
-    def __init__(self, engine: Engine, request: "TokenRequest", chat: Fields, sampling: Fields) -> None:
+    def __init__(self, engine: Engine, request: TokenRequest, chat: Fields, sampling: Fields) -> None:
         """`chat` is the client's request, for parsers; `sampling`, the parameters that render resolved."""
         fields = request.fields
         self._engine = engine

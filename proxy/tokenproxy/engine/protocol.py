@@ -3,24 +3,25 @@
 Calls for clients' requests are observed: the time that they wait for the engine, its load, a span for each.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
+from chat_tokenizer import ids
 from tokenproxy.base.errors import EngineBroken
 from tokenproxy.base.http import Request, Response, read_and_close
+from tokenproxy.base.images import Image
 from tokenproxy.base.request import EngineRoute
+from tokenproxy.base.types import Fields, Headers
 from tokenproxy.monitoring.exchange import Exchange, running_exchange
 from tokenproxy.monitoring.metrics import InFlight, Metrics
 from tokenproxy.monitoring.tracing import Span, Value
 
-if TYPE_CHECKING:
-    from tokenproxy.engine.http import HttpEngine
-    from tokenproxy.engine.inprocess import InProcessEngine
-
+NO_ERROR_OBJECT = "BadGatewayError"
+"""The type of an error whose body is no error object."""
 _TELLS_NOTHING = frozenset({429, 502, 503, 504})
 _SAMPLING = frozenset(EngineRoute)
 
@@ -53,6 +54,33 @@ class Engine(Protocol):
     async def aclose(self) -> None:
         """Close all connections."""
         ...
+
+
+@dataclass(slots=True)
+class TokenRequest:
+    """A chat completion whose prompt is ids."""
+
+    prompt_ids: bytes
+    """The prompt as a validated JSON array of ids, for example `b"[1, 74, 75]"`."""
+    fields: Fields
+    """All other fields of the chat completion, as the client sent them."""
+    headers: Headers
+    """Without `accept-encoding`: responses are parsed."""
+    field: str = "prompt_ids"
+    """The client's name for the field with the ids; error messages use it."""
+    single_ids: bytes = b""
+    """The prompt with a single placeholder for each image; empty if it has no images."""
+    images: Sequence[Image] = ()
+    """The images of the prompt, in its order. Only the generate route takes them."""
+    sampled: Sequence[int] = ()
+    """Ids that were sampled after the prompt by an engine that broke off; this one goes on after them."""
+    check: Callable[[Mapping[str, Any]], None] = lambda parsed: None
+    """Gets the delta that an engine makes of `sampled`; raises EngineBroken if nothing may follow it."""
+
+    @property
+    def begun(self) -> bytes:
+        """The prompt and what was sampled after it, as a JSON array."""
+        return ids.concatenate(self.prompt_ids, ids.dump(self.sampled)) if self.sampled else self.prompt_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +128,19 @@ class Call:
                 self.span.end(error)
 
 
+class _ObservedResponse(Response, Protocol):
+    call: Call | None
+    """Is told when the response waits for the engine, and when it ends."""
+
+
+class _ObservableEngine(Engine, Protocol):
+    async def send(self, request: Request) -> _ObservedResponse: ...
+
+
 class MonitoredEngine:
     """Observes an engine's calls for clients' requests. The proxy's own requests are only passed on."""
 
-    def __init__(self, engine: "HttpEngine | InProcessEngine", metrics: Metrics) -> None:
+    def __init__(self, engine: _ObservableEngine, metrics: Metrics) -> None:
         self.name = engine.name
         self._engine = engine
         self._in_flight = metrics.replica_in_flight(engine.name)
@@ -180,10 +217,37 @@ async def examine(engine: Engine, request: Request) -> tuple[int, bytes]:
     return status, body
 
 
-def error_text(body: bytes) -> str:
-    """The message of an engine's error object; the body itself if it is none. At most 300 characters."""
+class Problem(msgspec.Struct):
+    """An error of an engine."""
+
+    message: str = ""
+    code: int | str | None = None
+    type: str | None = None
+    param: str | None = None
+
+    @property
+    def name(self) -> str | None:
+        """The code, if it is a word and not a status."""
+        return self.code if isinstance(self.code, str) else None
+
+
+class _Refused(msgspec.Struct):
+    error: Problem | str
+
+
+_decode_refused = msgspec.json.Decoder(_Refused).decode
+
+
+def problem_of(body: bytes) -> Problem:
+    """The error in an engine's response, or in the data of an event; another text is its message."""
     try:
-        error = msgspec.json.decode(body)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)[:300]
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
-        return body.decode("utf-8", "replace")[:300]
+        error = _decode_refused(body).error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        text = body.decode("utf-8", "replace") or "the engine returned an error without a message"
+        return Problem(text, type=NO_ERROR_OBJECT)
+    return Problem(error) if isinstance(error, str) else error
+
+
+def error_text(body: bytes) -> str:
+    """The message of an engine's error. At most 300 characters."""
+    return problem_of(body).message[:300]

@@ -5,13 +5,11 @@ the server instead of comparing version numbers.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from collections.abc import Mapping
+from typing import ClassVar, Protocol
 
 import msgspec
 
-from chat_tokenizer import ids
 from tokenproxy.base.errors import BadRequest, error_body
 from tokenproxy.base.fields import NULL, join, raw, raw_value, read
 from tokenproxy.base.http import (
@@ -22,8 +20,7 @@ from tokenproxy.base.http import (
     StreamResponse,
     read_and_close,
 )
-from tokenproxy.base.images import Image
-from tokenproxy.base.types import Fields, Headers
+from tokenproxy.base.types import Fields
 from tokenproxy.engine.derender import (
     GENERATE_PATH,
     Derender,
@@ -31,7 +28,7 @@ from tokenproxy.engine.derender import (
     parse_response,
     read_response_field,
 )
-from tokenproxy.engine.protocol import Engine
+from tokenproxy.engine.protocol import NO_ERROR_OBJECT, Engine, TokenRequest, problem_of
 
 CHAT_PATH = "/v1/chat/completions"
 RENDER_PATH = "/v1/chat/completions/render"
@@ -52,33 +49,6 @@ string again, and generate returns no log-probabilities of chosen ids."""
 _ID_PARAMS = ("kv_transfer_params.prompt_token_ids", "token_ids", "prompt_token_ids")
 _ID_SPELLINGS = ("kv_transfer_params['prompt_token_ids']", *_ID_PARAMS)
 _PARAMETER_SUFFIX = re.compile(r" \(parameter=[\w.]+(, value=[^)]*)?\)$")
-
-
-@dataclass(slots=True)
-class TokenRequest:
-    """A chat completion whose prompt is ids."""
-
-    prompt_ids: bytes
-    """The prompt as a validated JSON array of ids, for example `b"[1, 74, 75]"`."""
-    fields: Fields
-    """All other fields of the chat completion, as the client sent them."""
-    headers: Headers
-    """Without `accept-encoding`: responses are parsed."""
-    field: str = "prompt_ids"
-    """The client's name for the field with the ids; error messages use it."""
-    single_ids: bytes = b""
-    """The prompt with a single placeholder for each image; empty if it has no images."""
-    images: Sequence[Image] = ()
-    """The images of the prompt, in its order. Only the generate route takes them."""
-    sampled: Sequence[int] = ()
-    """Ids that were sampled after the prompt by an engine that broke off; this one goes on after them."""
-    check: Callable[[Mapping[str, Any]], None] = lambda parsed: None
-    """Gets the delta that an engine makes of `sampled`; raises EngineBroken if nothing may follow it."""
-
-    @property
-    def begun(self) -> bytes:
-        """The prompt and what was sampled after it, as a JSON array."""
-        return ids.concatenate(self.prompt_ids, ids.dump(self.sampled)) if self.sampled else self.prompt_ids
 
 
 class TokenIn(Protocol):
@@ -120,12 +90,10 @@ class ChatTokenIn:
 
 def chat_body(request: TokenRequest) -> bytes:
     """The chat request with the ids in `kv_transfer_params`, next to the client's transfer parameters."""
-    fields = dict(request.fields)
-    transfer = read(fields, "kv_transfer_params", Fields) or {}
-    fields.setdefault("messages", _PLACEHOLDER_MESSAGES)
+    transfer = read(request.fields, "kv_transfer_params", Fields) or {}
     transfer["prompt_token_ids"] = msgspec.Raw(request.begun)
-    fields["kv_transfer_params"] = msgspec.Raw(join(transfer))
-    return join(fields)
+    messages = request.fields.get("messages", _PLACEHOLDER_MESSAGES)
+    return msgspec.json.encode({**request.fields, "messages": messages, "kv_transfer_params": transfer})
 
 
 class GenerateTokenIn:
@@ -213,16 +181,12 @@ def rename_param(body: bytes, status: int, field: str) -> bytes:
     With `field="tokens"`, the message "token_ids must not be odd" becomes "tokens must not be odd", `param`
     becomes "tokens". A body that is not an error object becomes the message of one.
     """
-    try:
-        error = msgspec.json.decode(body)["error"]
-        message = str(error["message"] or error) if isinstance(error, dict) else str(error)
-        kind = error.get("type") or "BadRequestError" if isinstance(error, dict) else "BadRequestError"
-        param = error.get("param") if isinstance(error, dict) else None
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
-        text = body.decode("utf-8", "replace")[:500]
-        return error_body(f"the engine returned status {status}: {text}", "BadGatewayError", None, status)
-    param = param.removeprefix("body.") if isinstance(param, str) else None
-    message = _PARAMETER_SUFFIX.sub("", message)
+    problem = problem_of(body)
+    if problem.type == NO_ERROR_OBJECT:
+        text = f"the engine returned status {status}: {problem.message[:500]}"
+        return error_body(text, NO_ERROR_OBJECT, None, status)
+    param = problem.param and problem.param.removeprefix("body.")
+    message = _PARAMETER_SUFFIX.sub("", problem.message)
     if param in _ID_PARAMS:
         for name in _ID_SPELLINGS:
             message = message.replace(name, field)
@@ -232,7 +196,7 @@ def rename_param(body: bytes, status: int, field: str) -> bytes:
         message, param = f"the prompt exceeds the model's maximum context length: {message}", field
     elif param in (None, "input_tokens"):
         param = _param_from(message, status, field)
-    return error_body(message, kind, param, status)
+    return error_body(message, problem.type or "BadRequestError", param, status)
 
 
 def _param_from(message: str, status: int, field: str) -> str | None:

@@ -9,6 +9,7 @@ from tokenproxy.base.errors import ApiError
 from tokenproxy.base.fields import is_null
 from tokenproxy.base.http import EVENT_HEADERS, BytesResponse, Response, is_event_stream, read_and_close
 from tokenproxy.base.types import Headers
+from tokenproxy.engine.protocol import problem_of
 from tokenproxy.engine.sse import split_events
 from tokenproxy.record.completion import Completion
 from tokenproxy.record.echo import Signer, TurnTokens
@@ -66,7 +67,7 @@ class Translation(StreamedAnswer):
         if parsed is not None:
             chunk = parsed.completion
             if chunk.error is not wire.ABSENT and not is_null(chunk.error):
-                problem = wire.problem_of(parsed.json)
+                problem = problem_of(parsed.json)
                 status = problem.code if isinstance(problem.code, int) and 400 <= problem.code < 600 else 500
                 return self.error_event(status, problem.message, problem.name)
             choices = chunk.choices or ()
@@ -140,7 +141,7 @@ async def translated_error(response: Response, translation: Translation) -> Resp
     """An error of the engine in the wire format of a translation; any other response as it is."""
     if response.status < 400:
         return response
-    problem = wire.problem_of(await read_and_close(response))
+    problem = problem_of(await read_and_close(response))
     told = (response.status, problem.message, problem.name)
     body = translation.error(*told)
     return _in_stream(translation, *told) or BytesResponse(response.status, response.headers, body)
@@ -213,7 +214,7 @@ class TranslatedStream:
         try:
             response = await asyncio.shield(self._turn)
             if response.status >= 400:
-                problem = wire.problem_of(await response.read())
+                problem = problem_of(await response.read())
                 yield self._translation.error_event(response.status, problem.message, problem.name)
                 return
         except ApiError as error:

@@ -57,6 +57,8 @@ class Answer(ABC):
     """Whether it needs the tokens of log-probabilities."""
     turn_id = ""
     """The id of the turn, set before anything is read; empty for a turn that is not recorded."""
+    shows_all = False
+    """Whether the client gets what the engine sends as it is."""
     hides_weights = False
     """Whether choices report weights that only the proxy asked for; set before anything is read."""
 
@@ -100,7 +102,7 @@ class Redactor(StreamedAnswer):
 
     def __init__(self, visible: Visible, route: EngineRoute = EngineRoute.CHAT) -> None:
         self._visible = visible
-        self._shows_all = visible.every_chunk
+        self.shows_all = visible.every_chunk
         self._route = route
         self._names_tokens = route is EngineRoute.GENERATE and visible.logprobs
 
@@ -122,7 +124,7 @@ class Redactor(StreamedAnswer):
 
     def event(self, event: bytes, usual: UsualChunk | None, parsed: Parsed | None) -> bytes | None:
         """See `StreamedAnswer.event`. Raises EngineBroken if its data is not a JSON object."""
-        if self._shows_all and not self._holds_hidden_weights(event):
+        if self.shows_all and not self._holds_hidden_weights(event):
             return self._with_both_names(event)
         if usual is not None and (redacted := usual.redacted(self._visible)) is not None:
             return redacted

@@ -13,14 +13,12 @@ from typing import Any
 from chat_tokenizer import InvalidIds, ids
 from tokenproxy.base.fields import NULL, is_null
 from tokenproxy.record.completion import Batch, Completion, SampledChoice
-from tokenproxy.record.turn import WeightSpan, pack_ids
+from tokenproxy.record.turn import WeightSpan
 from tokenproxy.record.vocabulary import ABORTED
 from tokenproxy.turn import wire
 from tokenproxy.turn.parsing import Parsed
 from tokenproxy.turn.rest import Rest
 
-_PACKED_FROM_BYTES = 2048
-"""Bytes of an echoed prompt from which numpy packs it faster than ids are made of it one by one."""
 _TEXTS = frozenset({"content", "reasoning", "reasoning_content", "refusal"})
 """Fields of a message whose text a stream sends in pieces."""
 _SAMPLED = ("content", "reasoning", "reasoning_content", "tool_calls")
@@ -57,16 +55,14 @@ class _Echo:
     """The name of the field, if it cannot be parsed."""
 
     def read(self, echo: bytes) -> None:
-        """Add an echo. Null counts as none; of several choices with one prompt, the first holds it."""
-        if echo == NULL or self.ids is not None:
+        """Add an echo; null and `[]` are none. Of several choices with one prompt, the first holds it."""
+        if echo in (NULL, b"[]") or self.ids is not None:
             return
         try:
-            if echo != self.sent and len(echo) < _PACKED_FROM_BYTES:
-                self.packed = pack_ids(wire.decode_ids(echo))
-            elif echo != self.sent:
+            if echo != self.sent:
                 self.packed = ids.pack(echo)
             self.ids = echo
-        except (*wire.REFUSALS, InvalidIds):
+        except InvalidIds:
             self.unreadable = "prompt_token_ids"
 
 

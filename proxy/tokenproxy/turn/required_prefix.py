@@ -40,7 +40,8 @@ PROMPT, GENERATION, LOGPROBS = "prompt_token_ids", "generation_token_ids", "gene
 MESSAGE_FIELDS = (PROMPT, GENERATION, LOGPROBS)
 _EXPERTS = "routed_experts"
 """Megabytes that NeMo-Gym sends back next to the ids; the engine gets them as little as these."""
-_QUOTED = tuple(f'"{name}"'.encode() for name in MESSAGE_FIELDS)
+_IN_IDS, _IN_LOGPROBS = b'_token_ids"', b'"generation_log_probs"'
+"""What messages with such fields hold."""
 _TOKENIZE_PATH = "/tokenize"
 _RENDERING = (
     *("model", "messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt"),
@@ -80,7 +81,7 @@ def take_prefix(fields: Fields) -> RequiredPrefix | None:
     prefix, found = None, False
     data = bytes(fields.get("messages", b""))
     try:
-        messages = _decode_messages(data) if any(name in data for name in _QUOTED) else []
+        messages = _decode_messages(data) if _IN_IDS in data or _IN_LOGPROBS in data else []
     except REFUSALS:
         messages = []  # the engine refuses them with its own message
     for index, message in enumerate(messages):

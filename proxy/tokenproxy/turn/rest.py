@@ -19,7 +19,7 @@ from tokenproxy.base.http import Request, Response
 from tokenproxy.base.request import ChatRequest
 from tokenproxy.base.types import Fields, Headers
 from tokenproxy.engine.derender import parse_response, read_response_field
-from tokenproxy.engine.protocol import Engine, fetch
+from tokenproxy.engine.protocol import Engine, fetch, problem_of
 from tokenproxy.engine.sse import DONE, data_event, events
 from tokenproxy.turn import wire
 
@@ -27,7 +27,7 @@ _NULL = msgspec.Raw(NULL)
 _LIMITS = ("max_completion_tokens", "max_tokens")
 """The first that is set counts, as in vLLM."""
 _ROUTE = "the engine that goes on"
-_GRAMMARS = frozenset({"response_format", "structured_outputs"})
+_CONSTRAINTS = frozenset({"response_format", "structured_outputs", "tool_choice"})
 _WHOLE_ONLY = frozenset({"stop", "echo", "logprob_token_ids", "prompt_logprobs", "kv_transfer_params"})
 """Fields with which nothing is resumed: a stop string may lie across the break, and the others belong to one
 request of the engine."""
@@ -35,6 +35,7 @@ _BEGIN_ANEW = ("presence_penalty", "frequency_penalty", "seed", "thinking_token_
 """Fields whose effect depends on the ids that a request has sampled: it begins anew with each segment."""
 _END = ("finish_reason", "stop_reason")
 _UNSET = (None, b"0", b"0.0", b"[]")
+_FREE = (None, b'"none"', b'"auto"')
 _NOT_SET = (None, b"[]", b'""', b"false")
 
 
@@ -80,9 +81,7 @@ def is_whole_only(fields: Mapping[str, msgspec.Raw]) -> bool:
 
 def constrained(fields: Mapping[str, msgspec.Raw]) -> bool:
     """Whether a grammar constrains the completion; vLLM then reads `include_reasoning` to apply it."""
-    free = (None, b'"none"', b'"auto"')
-    grammar = any(raw_value(fields, name) for name in _GRAMMARS & fields.keys())
-    return grammar or raw_value(fields, "tool_choice") not in free
+    return any(raw_value(fields, name) not in _FREE for name in _CONSTRAINTS & fields.keys())
 
 
 def begun_anew(fields: Mapping[str, msgspec.Raw]) -> tuple[str, ...]:
@@ -178,7 +177,7 @@ async def rest_events(
             break
         fields = parse_response(data, _ROUTE)
         if not is_null(error := fields.get("error", _NULL)):
-            raise EngineBroken(wire.problem_of(b'{"error":%b}' % bytes(error)).message)
+            raise EngineBroken(problem_of(b'{"error":%b}' % bytes(error)).message)
         rest.check_echo(raw_value(fields, "prompt_token_ids"), parsed=parsed)
         for choice in _choices(fields):
             delta = read_response_field(choice, "delta", Fields, _ROUTE) or {}

@@ -18,13 +18,13 @@ from tokenproxy.base.fields import is_null
 from tokenproxy.base.http import Response, read_and_close
 from tokenproxy.base.request import ResumePolicy
 from tokenproxy.base.types import Fields
+from tokenproxy.engine.protocol import problem_of
 from tokenproxy.engine.sse import DONE, data_event
 from tokenproxy.fleet.dispatch import Work
 from tokenproxy.fleet.replica import Replica
 from tokenproxy.record.completion import Completion as Recorded
 from tokenproxy.record.recorder import Recording
 from tokenproxy.record.vocabulary import ABORTED
-from tokenproxy.turn import wire
 from tokenproxy.turn.answer import Answer
 from tokenproxy.turn.rest import Rest, end_event, is_full, joined, rest_events, usage_event
 from tokenproxy.turn.sending import PlannedTurn
@@ -242,6 +242,6 @@ class Resume:
         self._recording.replica = turn.replica.name
         self._answer.hides_weights = turn.hides_weights
         if response.status >= 400:
-            problem = wire.problem_of(await read_and_close(response)).message
+            problem = problem_of(await read_and_close(response)).message
             raise CannotGoOn(f"the turn cannot go on: an engine answered {response.status}: {problem}")
         return response

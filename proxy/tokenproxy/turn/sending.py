@@ -12,9 +12,10 @@ import msgspec
 from tokenproxy.base.errors import Unavailable
 from tokenproxy.base.fields import flag, join, raw, raw_value, read, stream_options
 from tokenproxy.base.http import Request, Response
-from tokenproxy.base.request import ChatRequest, EngineRoute, ResumePolicy
+from tokenproxy.base.request import EVERYTHING, ChatRequest, EngineRoute, ResumePolicy, Visible
 from tokenproxy.base.types import Fields, Headers
-from tokenproxy.engine.token_in import GenerateTokenIn, TokenRequest, rename_errors
+from tokenproxy.engine.protocol import TokenRequest
+from tokenproxy.engine.token_in import GenerateTokenIn, rename_errors
 from tokenproxy.fleet.choosing import BYTES_PER_ID, Routing, body_digest
 from tokenproxy.fleet.model import FleetModel
 from tokenproxy.fleet.replica import Replica
@@ -182,6 +183,16 @@ class PlannedTurn:
         return await token_in.complete(replica.engine, completion)
 
     @property
+    def visible(self) -> Visible:
+        """What the client gets of the engine's response, of which more is requested if it is recorded."""
+        return self.request.visible if self._with_evidence else EVERYTHING
+
+    @property
+    def _with_evidence(self) -> bool:
+        """Whether ids, usage and log-probabilities are requested of the engine in any case."""
+        return self.plan.conversation is not None or self.request.visible.on_messages
+
+    @property
     def resumable(self) -> bool:
         """Whether it may go on after its engine broke off, wherever that is."""
         request, conversation = self.request, self.plan.conversation
@@ -220,14 +231,13 @@ class PlannedTurn:
         self.replica, weights = replica, services.fleet.weights
         self.tag = weights.begin(replica, stream=request.stream)
         self.segments.begin(self.tag)
-        recorded = plan.conversation is not None
-        fields = _request_for_engine(request, evidence=recorded or request.visible.on_messages)
+        fields = _request_for_engine(request, evidence=self._with_evidence)
         if services.settings.cache_salt_by_version and replica.weight_version is not None:
             fields.setdefault("cache_salt", raw(replica.weight_version))
         # its client does not ask which weights sample the ids; generate tells it in any case
         asked = request.engine_route is EngineRoute.GENERATE or flag(request.fields, _ASKS_WEIGHTS)
         tells = replica.capabilities is not None and replica.capabilities.weight_versions
-        self.hides_weights = recorded and tells and not asked
+        self.hides_weights = plan.conversation is not None and tells and not asked
         if self.hides_weights:
             fields[_ASKS_WEIGHTS] = _TRUE
         return fields

@@ -24,9 +24,10 @@ from tokenproxy.record.given import GivenPrompt
 from tokenproxy.record.plan import PromptPlan, ServedModel
 from tokenproxy.record.recorder import Recording
 from tokenproxy.record.retries import Attempt
-from tokenproxy.record.vocabulary import Reason, Source
-from tokenproxy.turn import parsing
+from tokenproxy.record.vocabulary import BROKEN_OFF, Reason, Source
+from tokenproxy.turn import parsing, wire
 from tokenproxy.turn.answer import Answer, Redactor, StreamedAnswer, limit_answer
+from tokenproxy.turn.parsing import Parsed
 from tokenproxy.turn.reader import read_completion
 from tokenproxy.turn.required_prefix import render_with_prefix
 from tokenproxy.turn.resume import Resume
@@ -39,6 +40,9 @@ _IMAGE_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs")
 _READ_ON_THREAD_BYTES = 65_536
 """Bytes of a completion from which it is read on a thread. Reading takes 0.3 ms for so many bytes, as long
 as handing them to a thread; the work of `WORTH_A_THREAD_BYTES` takes longer per byte."""
+
+_BREAKS_OFF = tuple(b'"%b"' % reason.encode() for reason in BROKEN_OFF)
+"""What a completion holds with which its engine breaks off."""
 
 
 async def serve_turn(request: ChatRequest, services: Services, answer: Answer | None = None) -> Response:
@@ -54,7 +58,6 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
         ApiError: the turn cannot be served; see `tokenproxy.base.errors`.
     """
     history = services.history
-    answer = answer or Redactor(request.visible, request.engine_route)
     async with AsyncExitStack() as stack:
         attempt = await stack.enter_async_context(Attempt(history, request))
         if (earlier := attempt.earlier) is not None:
@@ -62,7 +65,7 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
             return BytesResponse(earlier.status, headers, earlier.body)
         if request.session_limit:
             await attempt.fail(200)  # nothing is kept: a retry is answered in the same way
-            return await limit_answer(request, answer)
+            return await limit_answer(request, answer or Redactor(request.visible, request.engine_route))
         claims = await stack.enter_async_context(Claims(history.pins))
         try:
             request = await history.echoes.resolve(request)
@@ -82,6 +85,7 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
             await attempt.fail(response.status)
             return BytesResponse(response.status, response.headers, await response.read())
 
+        answer = answer or Redactor(turn.visible, request.engine_route)
         answer.hides_weights = turn.hides_weights
         if plan.conversation is not None:
             answer.turn_id = plan.turn_id
@@ -128,7 +132,13 @@ async def _whole(
 async def _read(
     body: bytes, turn: PlannedTurn, answer: Answer, *, final: bool = False
 ) -> tuple[Completion, bytes | ApiError | None]:
-    """As `_read_now`, on a thread if it is long."""
+    """As `_read_now`, on a thread if it is long.
+
+    What is neither recorded nor changed is read only if its engine may have broken off.
+    """
+    unread = turn.plan.conversation is None and answer.shows_all
+    if unread and not any(reason in body for reason in _BREAKS_OFF):
+        return Completion(), answer.whole(Parsed(wire.Completion(), body), body, Completion())
     if len(body) < _READ_ON_THREAD_BYTES:
         return _read_now(body, turn.plan, answer, final)
     return await turn.services.encoders.run(partial(_read_now, body, turn.plan, answer, final))

@@ -184,22 +184,6 @@ class TokenCompletion(Completion):
     choices: tuple[TokenChoice, ...] | None = None
 
 
-class Problem(msgspec.Struct):
-    """An error of the engine."""
-
-    message: str = ""
-    code: int | str | None = None
-
-    @property
-    def name(self) -> str | None:
-        """The code, if it is a word and not a status."""
-        return self.code if isinstance(self.code, str) else None
-
-
-class _Refused(msgspec.Struct):
-    error: Problem
-
-
 class CallPiece(msgspec.Struct, gc=False):
     """A tool call of a message, or the next piece of one."""
 
@@ -210,10 +194,7 @@ class CallPiece(msgspec.Struct, gc=False):
     arguments: str | None
 
 
-_decode_problem = msgspec.json.Decoder(_Refused).decode
 _decode_usage = msgspec.json.Decoder(Usage).decode
-decode_ids = msgspec.json.Decoder(list[_Id]).decode
-"""Parses a JSON array of ids. Raises one of `REFUSALS`."""
 
 
 # --- parts of a message
@@ -260,14 +241,6 @@ def completion_tokens(usage: bytes) -> int | None:
         return _decode_usage(usage).completion_tokens
     except REFUSALS:
         return None
-
-
-def problem_of(body: bytes) -> Problem:
-    """The error in an engine's response, or in the data of an event; another text is its message."""
-    try:
-        return _decode_problem(body).error
-    except REFUSALS:
-        return Problem(body.decode(errors="replace") or "the engine returned an error without a message")
 
 
 # --- the usual chunk

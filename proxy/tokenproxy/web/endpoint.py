@@ -26,7 +26,6 @@ from tokenproxy.base.errors import (
 )
 from tokenproxy.base.http import BytesResponse, Request, Response, is_event_stream
 from tokenproxy.base.types import Message, Receive, Scope, Send
-from tokenproxy.engine.sse import whole_events
 from tokenproxy.formats.translated import TranslatedStream
 from tokenproxy.monitoring.exchange import EXCHANGE_KEY, Exchange
 from tokenproxy.record.store import StoreError
@@ -311,7 +310,7 @@ async def send_response(response: Response, send: Send) -> None:
     alive = _KeepingAlive(send, response) if isinstance(response, TranslatedStream) else None
     send_chunk, started = alive.send if alive is not None else send, streams
     try:
-        async for chunk in whole_events(response.chunks()) if streams else response.chunks():
+        async for chunk in response.chunks():
             if not started:
                 await send(head)
                 started = True

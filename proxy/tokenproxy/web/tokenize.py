@@ -13,7 +13,7 @@ from tokenproxy.base.fields import join, parse, raw, raw_value, read
 from tokenproxy.base.http import JSON_HEADERS, BytesResponse, EngineRefused, Request, Response, json_response
 from tokenproxy.base.request import ChatRequest, RequiredPrefix, media_kind
 from tokenproxy.base.types import Fields, Headers
-from tokenproxy.engine.protocol import fetch
+from tokenproxy.engine.protocol import fetch, problem_of
 from tokenproxy.fleet.replica import Replica
 from tokenproxy.formats.base import chat_request, visible_of
 from tokenproxy.formats.messages.format import MessagesFormat
@@ -31,7 +31,6 @@ from tokenproxy.record.vocabulary import Source
 from tokenproxy.turn.required_prefix import in_vocabulary, render_with_prefix, take_prefix
 from tokenproxy.turn.serve import plan_turn, served_model
 from tokenproxy.turn.services import Services
-from tokenproxy.turn.wire import problem_of
 from tokenproxy.web.base import Route, parse_bounded
 from tokenproxy.web.parameters import named_session
 

@@ -329,6 +329,15 @@ def test_a_turn_is_not_sampled_anew_without_end(tiny_model: TinyModel) -> None:
         assert len(dropped) == 5
 
 
+def test_an_aborted_turn_that_is_not_recorded_is_sampled_anew(tiny_model: TinyModel) -> None:
+    with _two(tiny_model, Variant.CHAT, resume="all") as two:
+        two.script(Reply(ids=SPLIT[:3], finish="abort"), Reply(ids=SPLIT))
+        answer = two.client.post(f"{CHAT}/tokens", json={"prompt_ids": [1, 5, 9], "max_tokens": 50})
+        assert "x-turn-id" not in answer.headers
+        [choice] = answer.json()["choices"]
+        assert (choice["token_ids"], choice["finish_reason"]) == (list(SPLIT), "stop")
+
+
 def test_a_stream_with_an_image_does_not_go_on(tiny_model: TinyModel) -> None:
     """The next engine would get the ids of the image, and no image."""
     with _two(tiny_model, Variant.CHAT) as two:

@@ -6,7 +6,8 @@ import pytest
 from tests.support.fake_vllm import error_body
 from tokenproxy.base.fields import parse
 from tokenproxy.base.http import BytesResponse
-from tokenproxy.engine.token_in import TokenRequest, chat_body, rename_errors, rename_param
+from tokenproxy.engine.protocol import TokenRequest
+from tokenproxy.engine.token_in import chat_body, rename_errors, rename_param
 
 
 def _request(body: str = "{}") -> TokenRequest:
