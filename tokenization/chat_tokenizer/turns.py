@@ -168,7 +168,7 @@ def tail_shown(text: str, context: Sequence[Message], guide: Tail, close: str) -
 def _like(guide: Tail, text: str) -> Tail | None:
     """The tail with this text, if it differs from the guide in the numbers of its lead at most.
 
-    Example: the guide's `<|im_end|>\n<|im_start|>tool\nResult 1: qr<|im_end|>\n` and a text that has
+    Example: the guide's `<|im_end|>\\n<|im_start|>tool\\nResult 1: qr<|im_end|>\\n` and a text that has
     `Result 12: ` there.
     """
     rest = guide.text[guide.lead :]
