@@ -150,13 +150,11 @@ class Fleet:
         """Start watching all replicas."""
         self._started = True
         self.watch.start()
-        self.weights.start()
         for replica in self.replicas:
             replica.start()
 
     async def stop(self) -> None:
         """Stop watching and close all connections."""
-        await self.weights.stop()
         await self.watch.stop()
         for replica in [*self.replicas, *self.leaving]:
             await replica.stop()

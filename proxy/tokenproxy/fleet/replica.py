@@ -81,7 +81,7 @@ class Replica:
         self._retry_s = retry_s
         self._logprobs_mode = logprobs_mode
         self.metrics = metrics
-        self._reported: ReplicaState | None = None
+        self._reported: tuple[ReplicaState, int] | None = None
         self.engine = self.questions = engine
         """`questions`: for the proxy's own requests, with a client's credential if one was lent."""
         self.name = engine.name
@@ -266,6 +266,8 @@ class Replica:
                 if capabilities and not self.tokenizer and self._clock() >= self._tokenizer_retry_at:
                     await self._find_tokenizer(capabilities, HEALTH_TIMEOUT_S)
                     self.fleet.settle_model()
+                if self.ready:
+                    await self.fleet.weights.check(self)
             elif self._missed():
                 self.mark_down(EngineUnavailable(f"{self.name} does not respond to /health"))
         except EngineUnavailable as error:
@@ -377,8 +379,7 @@ class Replica:
         return ReplicaState.EJECTED if self.breaker.opens_for_s() else ReplicaState.READY
 
     def report_state(self) -> None:
-        """Show the state in the metrics, if it changed, and how many conversations have room."""
-        if (state := self.state) is not self._reported:
-            self._reported = state
-            self.metrics.replica_state(self.name, state)
-        self.metrics.replica_admitted(self.name, self.cache.contexts)
+        """Show the state, and how many conversations have room, in the metrics, if they changed."""
+        if (shown := (self.state, self.cache.contexts)) != self._reported:
+            self._reported = shown
+            self.metrics.replica_state(self.name, *shown)
