@@ -260,6 +260,7 @@ def server_config(
         app: another application.
     """
     gc.set_threshold(*GC_THRESHOLDS)
+    gc.enable()
     return uvicorn.Config(
         app or create_app(settings, running, metrics),
         host=settings.host,

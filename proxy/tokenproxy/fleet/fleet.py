@@ -19,9 +19,10 @@ from tokenproxy.base.errors import (
 )
 from tokenproxy.base.http import Request, Response
 from tokenproxy.engine.discovery import NO_TOKEN_IN
+from tokenproxy.fleet import dispatch
 from tokenproxy.fleet.admission import Admission, Conversations
 from tokenproxy.fleet.choosing import Choose, PrefixCaches, Routing, sticky_least_loaded
-from tokenproxy.fleet.dispatch import Run, Suspects, Work, dispatch
+from tokenproxy.fleet.dispatch import Run, Suspects
 from tokenproxy.fleet.health import FleetWatch
 from tokenproxy.fleet.load import BreakerState
 from tokenproxy.fleet.model import FleetModel, choose_model
@@ -45,6 +46,8 @@ QUEUE_TIMEOUT_S = 600.0
 
 class Fleet:
     """Replicas of one model."""
+
+    send = dispatch.send
 
     def __init__(
         self,
@@ -158,23 +161,6 @@ class Fleet:
         await self.watch.stop()
         for replica in [*self.replicas, *self.leaving]:
             await replica.stop()
-
-    async def send(self, work: Work, routing: Routing) -> Response:
-        """Send a request to the replica that the policy chooses, and to another one if that fails.
-
-        The response counts as running until it is closed. Its beginning was read, see `dispatch.py`. The
-        chunks of an event stream end where events end.
-
-        Args:
-            work: sends the request to a replica and returns the response.
-
-        Raises:
-            EngineUnavailable: no replica responds.
-            Overloaded: too many requests wait for a replica, or this one waited for too long.
-            EngineTimeout: no replica accepted a connection in time, or one did not answer in time.
-            EngineBroken: a replica broke under the request, and it may not run again.
-        """
-        return await dispatch(self, routing, work)
 
     async def send_to_any(self, request: Request, routing: Routing) -> Response:
         """Send a request to a ready replica; if none is, to one that refuses discovery without a credential.
@@ -340,7 +326,8 @@ class Fleet:
 
     def taking(self, *, samples: bool = True) -> list[Replica]:
         """The replicas that take requests. Those with other weights take requests that do not sample."""
-        serving = [replica for replica in self.ready if not self.weights.problem(replica)]
+        state = self.weights.state
+        serving = [each for each in self.ready if not state.problem(each.name, each.weight_version)]
         return serving if samples or serving else self.ready
 
     async def _first_answer(self) -> None:
