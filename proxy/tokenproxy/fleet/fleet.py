@@ -227,10 +227,11 @@ class Fleet:
         def take() -> Run | None:
             if suspension.active and routing.samples:
                 return None
-            usable = self._fitting(routing)
+            free = usable = self._fitting(routing)
             if not usable:
                 raise self.nothing_responds()
-            free = [replica for replica in usable if replica.load.requests < self._replica_requests]
+            if self._replica_requests < math.inf:
+                free = [each for each in usable if each.load.requests < self._replica_requests]
             if not free and suspension.active:
                 free = usable  # the requests that run are paused, so that none ends
             free = admission.with_room(free)
@@ -259,7 +260,9 @@ class Fleet:
 
     def _fitting(self, routing: Routing, tried: Sequence[Replica] = ()) -> list[Replica]:
         """The replicas that may get a request: of those that lack nothing for it, or of all if each does."""
-        usable = [each for each in self.taking(samples=routing.samples) if each not in tried]
+        usable = self.taking(samples=routing.samples)
+        if tried:
+            usable = [replica for replica in usable if replica not in tried]
         if len(usable) > 1:
             usable = _in_service(usable)
             usable = [replica for replica in usable if not replica.lacks(routing.model)] or usable

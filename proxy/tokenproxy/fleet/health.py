@@ -17,6 +17,7 @@ from tokenproxy.base.http import Request
 from tokenproxy.base.tasks import end_tasks, repeat
 from tokenproxy.engine.protocol import fetch
 from tokenproxy.engine.token_in import CHAT_PATH, json_request
+from tokenproxy.fleet.admin_calls import ask
 
 if TYPE_CHECKING:
     from tokenproxy.fleet.fleet import Fleet
@@ -38,7 +39,9 @@ _LATE_REMEMBERED_S = 10.0
 _NAP_S = 0.05
 _NAPS = 4
 _SETTLES_S = 3.0
-_TOKEN_COUNTS = re.compile(rb"^vllm:(?:generation|prompt|iteration)_tokens_total\S*\s+(\S+)$", re.MULTILINE)
+_TOKEN_COUNTS = re.compile(
+    rb"^vllm:(?:generation|prompt|iteration)_tokens_total\S*\s+([\d.e+]+)$", re.MULTILINE
+)
 
 
 class FleetWatch:
@@ -154,10 +157,6 @@ async def _answers(replica: "Replica") -> bool:
 
 async def _token_count(replica: "Replica") -> float | None:
     """Number of tokens that the engine processed, from its own metrics; None if it has no such metric."""
-    try:
-        async with asyncio.timeout(1.0):
-            status, page = await fetch(replica.questions, Request("GET", "/metrics"))
-        counts = _TOKEN_COUNTS.findall(page) if status == 200 else []
-        return sum(map(float, counts)) if counts else None
-    except (ApiError, TimeoutError, ValueError):
-        return None
+    answer = await ask(replica.questions, replica, Request("GET", "/metrics"), 1.0)
+    counts = _TOKEN_COUNTS.findall(answer.body) if answer.status == 200 else []
+    return sum(map(float, counts)) if counts else None

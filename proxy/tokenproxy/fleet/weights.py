@@ -273,13 +273,17 @@ class Weights:
 
     async def check(self, replica: Replica) -> None:
         """Ask a ready replica for its version, and whether it was resumed, unless an update changes that."""
-        if self.calls or self.learning or self.state.updating:
-            return
-        await self._ask(replica)
+        if self.state.failures or self.state.paused:
+            await self.refresh()  # a change must begin with what other processes have written
         state = self.state
+        if self.calls or self.learning or state.updating:
+            return
+        if replica.tells_version or state.version is not None or state.failures:
+            await self._ask(replica)
         if not state.paused or self._clock() - self._moved_at < self._fleet.watch_interval_s:
             return  # a pause that has just begun may not have reached the engines yet
-        if await self._resumed_elsewhere() and self.state is state and not self.calls:
+        resumed = await self._is_paused(replica) is False and await self._resumed_elsewhere()
+        if resumed and self.state is state and not self.calls:
             log.warning("the fleet was resumed by another client of the engines")
             for tag in self._tags:
                 tag.resumed(None)
@@ -308,6 +312,7 @@ class Weights:
             failures = {name: each for name, each in self.state.failures.items() if name != replica.name}
             await self.change(replace(self.state, failures=failures))
         answer = await ask(replica.questions, replica, Request("GET", "/weight_info"), _ASK_S)
+        replica.tells_version = answer.status != 404
         if not answer.status or answer.status >= 500:
             return
         value = answer.value("weight_version") if answer.ok else None
