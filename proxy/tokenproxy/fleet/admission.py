@@ -292,7 +292,7 @@ class Admission:
         if self._key and not self.conversation.has_room and self.wait_s > 0:
             self.conversation.ids = routing.context_ids
             # an engine refuses a prompt that is larger than its cache
-            if any([replica.cache.can_hold(self.conversation.ids) for replica in fleet.ready]):
+            if any(replica.cache.can_hold(self.conversation.ids) for replica in fleet.ready):
                 self.priority = Priority.RETURNING if active or routing.holder else Priority.NEW
 
     def with_room(self, replicas: list["Replica"]) -> list["Replica"]:

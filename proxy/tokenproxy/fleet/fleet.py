@@ -290,7 +290,7 @@ class Fleet:
 
     def failed(self, replica: Replica, problem: ApiError) -> None:
         """A request failed on a replica, for a reason that may lie in the replica."""
-        replica.check_now()
+        replica.check_due.set()
         if not replica.ready:
             return
         if isinstance(problem, EngineTimeout) and self.watch.was_late:

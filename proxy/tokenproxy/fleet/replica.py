@@ -111,7 +111,8 @@ class Replica:
         """Whether the engine refuses discovery without a credential that it accepts."""
         self.was_tried = False
         """Whether the first discovery ended, with or without success."""
-        self._check_due = asyncio.Event()
+        self.check_due = asyncio.Event()
+        """Set where its health is to be checked now instead of at the next interval: a request failed."""
         self._watcher: asyncio.Task[None] | None = None
         self.weight_version: str | None = None
         """The version of its weights; None if its engine reports none."""
@@ -163,7 +164,7 @@ class Replica:
     def mark_down(self, problem: ApiError) -> None:
         """Take the replica out of use until discovery succeeds again: the engine accepts no connections."""
         self.problem = problem.message
-        self._check_due.set()
+        self.check_due.set()
         if self.capabilities is None:
             return
         log.warning("%s is down: %s", self.name, problem.message)
@@ -174,14 +175,10 @@ class Replica:
         self._tokenizers.forget(self.questions)
         self.fleet.settle_model()
 
-    def check_now(self) -> None:
-        """Check the engine's health now instead of at the next interval: a request to it failed."""
-        self._check_due.set()
-
     def note_lack(self, model: str) -> None:
         """Take note that it does not serve a model that another replica serves, and check what it serves."""
         self._lacking[model] = self._clock()
-        self.check_now()
+        self.check_due.set()
 
     def lacks(self, model: str) -> bool:
         """Whether requests for a model go to other replicas, because it lacked the model of late."""
@@ -254,8 +251,8 @@ class Replica:
             pause = self._interval_s if self.responds and not self._misses else self._retry_s
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
-                    await self._check_due.wait()
-            self._check_due.clear()
+                    await self.check_due.wait()
+            self.check_due.clear()
 
     async def _check(self) -> None:
         """Ask for the engine's health; several misses in a row mark the replica down."""
