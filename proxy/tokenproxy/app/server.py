@@ -221,6 +221,7 @@ CPU time of a small request. Requests make few cycles; reference counting frees 
 
 def run(settings: Settings) -> int:
     """Serve until a signal arrives; returns the exit code."""
+    gc.enable()
     configure_logs(settings.log_level, settings.log_format)
     try:
         asyncio.run(try_store(settings))
@@ -260,7 +261,6 @@ def server_config(
         app: another application.
     """
     gc.set_threshold(*GC_THRESHOLDS)
-    gc.enable()
     return uvicorn.Config(
         app or create_app(settings, running, metrics),
         host=settings.host,

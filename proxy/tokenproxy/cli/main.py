@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["serve"]:
-        gc.disable()  # its imports make no garbage: a tenth of their time. The server enables it again
+        gc.disable()  # its imports make no garbage: a tenth of their time. `run` enables it again
     try:
         if arguments[:1] == ["vllm"]:
             return _vllm(arguments[1:])

@@ -103,7 +103,6 @@ class FleetWatch:
             self._late_at = now
         self._due = math.inf
         self.report_late(max(0.0, late_s))
-        await fleet.weights.tick()
         fleet.queue.wake()  # a replica may have come back
         watched = [*fleet.replicas, *fleet.leaving]
         for replica in watched:
@@ -115,6 +114,7 @@ class FleetWatch:
                 self._examinations[replica.name] = asyncio.create_task(self._examine(replica))
         for replica in [each for each in fleet.leaving if not each.load.requests]:
             await fleet.forget(replica)
+        await fleet.weights.tick()
 
     def _may_eject(self, replica: "Replica") -> bool:
         fleet = self._fleet

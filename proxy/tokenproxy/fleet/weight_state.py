@@ -91,9 +91,9 @@ class FleetState(msgspec.Struct, frozen=True):
             version: the version that its engine reports; None if it reports none.
         """
         failure = self.failures.get(replica)
-        problems = [failure.reason] if failure is not None else []
         if self.version in (None, version):
-            return "".join(problems)
+            return failure.reason if failure is not None else ""
+        problems = [failure.reason] if failure is not None else []
         if version is None:
             problems.append(
                 f"it reports no weight version, and that of the fleet is {self.version}: run it with "
