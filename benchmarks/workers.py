@@ -47,8 +47,7 @@ def measure(chosen: Sequence[str], effort: Effort) -> list[Part]:
             for cell, target in zip(cells, targets, strict=True):
                 bench.under_load(cell, target, column.ours, seconds)
     first = cells[0].median("cpu_ms")
-    head = ["workers", "requests/s", "p99", "CPU ms", f"CPU / {chosen[0]}", f"<= {GROWTH:g}x", "busiest"]
-    table = [head]
+    table = [["workers", "requests/s", "p99", "CPU ms", f"CPU / {chosen[0]}", f"<= {GROWTH:g}x", "busiest"]]
     for number, cell in zip(chosen, cells, strict=True):
         grown = cell.median("cpu_ms") / first
         table.append(

@@ -52,13 +52,12 @@ async def test_admin_calls_end_before_the_store_that_they_write_to_is_closed() -
     async def done() -> None:
         pass
 
-    tasks = SimpleNamespace(run_forever=lambda step, consequence: None)
     services = SimpleNamespace(
         encoders=part("encoders"),
-        fleet=part("fleet", start=lambda: None, weights=part("weights")),
+        fleet=part("fleet", start=lambda: None, watch=part("watch")),
         admin_calls=part("admin calls"),
-        history=part("store", open=done, tasks=tasks, metrics=None),
+        history=part("store", open=done, metrics=SimpleNamespace(tick=None)),
     )
     async with running(cast(Services, services)):
         assert closed == []
-    assert closed == ["admin calls", "weights", "store", "fleet", "encoders"]
+    assert closed == ["admin calls", "watch", "store", "fleet", "encoders"]

@@ -26,7 +26,7 @@ from tokenproxy.fleet.replica import RETRY_S, Replica
 from tokenproxy.fleet.tokenizers import Tokenizers
 from tokenproxy.fleet.weight_calls import WeightCalls
 from tokenproxy.monitoring.exchange import Monitor, Observer
-from tokenproxy.monitoring.metrics import Metrics, measure_lag
+from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.monitoring.tracing import make_tracing
 from tokenproxy.record.appending import Auditor
 from tokenproxy.record.encoders import EncoderPool
@@ -141,10 +141,9 @@ async def running(services: Services) -> AsyncIterator[Services]:
         stack.push_async_callback(services.fleet.stop)
         await services.history.open()
         stack.push_async_callback(services.history.aclose)
-        stack.push_async_callback(services.fleet.weights.stop)  # it uses the store, and so do admin calls
+        stack.push_async_callback(services.fleet.watch.stop)  # it uses the store, and so do admin calls
         stack.push_async_callback(services.admin_calls.stop)
-        lag = partial(measure_lag, services.history.metrics)
-        services.history.tasks.run_forever(lag, "the lag of the event loop is not measured")
+        services.fleet.watch.report_late = services.history.metrics.tick
         services.fleet.start()
         yield services
 

@@ -12,6 +12,7 @@ again continues the counters of the one before, so sums never fall, and the numb
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import shutil
@@ -45,6 +46,7 @@ def main() -> None:
     """Run a worker until its parent stops it; the argument is the file descriptor of its pipe."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # the server takes them once it runs
+    gc.enable()
     control = Connection(int(sys.argv[1]))
     start: Start = control.recv()
     settings = start.settings

@@ -41,7 +41,7 @@ STEADY_S = 60.0
 """A worker that served for so long starts anew without a pause."""
 LONGEST_PAUSE_S = 30.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_PROGRAM = "import sys; sys.path[:] = {!r}; from tokenproxy.app.worker import main; main()"
+_PROGRAM = "import gc, sys; gc.disable(); sys.path[:] = {!r}; from tokenproxy.app.worker import main; main()"
 """A worker imports from the same folders as its parent, independent of the current folder."""
 
 

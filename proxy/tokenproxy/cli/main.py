@@ -1,6 +1,7 @@
 """The command `tokenproxy`."""
 
 import argparse
+import gc
 import os
 import re
 import sys
@@ -47,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: its arguments; None takes those of this process, which a server then ends itself.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["serve"]:
+        gc.disable()  # its imports make no garbage: a tenth of their time. `run` enables it again
     try:
         if arguments[:1] == ["vllm"]:
             return _vllm(arguments[1:])

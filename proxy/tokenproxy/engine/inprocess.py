@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 from tokenproxy.base.errors import EngineBroken
 from tokenproxy.base.http import Request
-from tokenproxy.base.types import ASGIApp, Headers, Message, Scope
+from tokenproxy.base.types import ASGIApp, Headers, Message, Receive, Scope, Send
 from tokenproxy.engine.protocol import Call
 from tokenproxy.engine.versions import scale_out_routes
 
@@ -29,12 +29,26 @@ def inner_app(app: "FastAPI") -> "FastAPI":
     It has the routes for scaling out too, whether or not clients may use them: only the proxy reaches it.
     """
     from fastapi import FastAPI
+    from starlette.routing import Route
 
     inner = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     inner.router.routes[:] = [*scale_out_routes(), *app.router.routes]
     inner.state = app.state
     # vLLM registers its handlers after the plugins ran: share the mapping, a copy would miss them
     inner.exception_handlers = app.exception_handlers
+    router, found = inner.router, dict[tuple[str, str], Route]()
+
+    async def find(scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request; its route is searched once: vLLM's chat route comes after two dozen others."""
+        if (route := found.get((scope["method"], scope["path"]))) is not None:
+            scope.update(route.matches(scope)[1], router=router)
+            await route.handle(scope, receive, send)
+            return
+        await router.app(scope, receive, send)
+        if isinstance(route := scope.get("route"), Route) and route.path == scope["path"]:
+            found[scope["method"], route.path] = route
+
+    router.middleware_stack = find
     return inner
 
 

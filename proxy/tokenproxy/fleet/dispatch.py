@@ -24,6 +24,7 @@ from tokenproxy.base.http import BytesResponse, Response, header, is_event_strea
 from tokenproxy.engine.sse import whole_events
 from tokenproxy.fleet.admission import ActiveConversation
 from tokenproxy.fleet.choosing import Routing
+from tokenproxy.fleet.load import Lease
 from tokenproxy.fleet.replica import Replica
 from tokenproxy.monitoring.exchange import queued
 
@@ -84,10 +85,20 @@ class Suspects:
         return count >= _SUSPECT and self.clock() - at < REFUSED_S
 
 
-async def dispatch(fleet: "Fleet", routing: Routing, work: Work) -> Response:
-    """The response of the first replica that does well; its beginning was read.
+async def send(fleet: "Fleet", work: Work, routing: Routing) -> Response:
+    """Send a request to the replica that the policy chooses, and to another one if that fails.
 
-    Raises: as `Fleet.send`.
+    The response counts as running until it is closed. Its beginning was read. The chunks of an event stream
+    end where events end.
+
+    Args:
+        work: sends the request to a replica and returns the response.
+
+    Raises:
+        EngineUnavailable: no replica responds.
+        Overloaded: too many requests wait for a replica, or this one waited for too long.
+        EngineTimeout: no replica accepted a connection in time, or one did not answer in time.
+        EngineBroken: a replica broke under the request, and it may not run again.
     """
     digest, suspects = routing.digest, fleet.suspects
     if digest is not None and suspects.deaths and suspects.refuses(digest()):
@@ -148,7 +159,7 @@ def _says_paused(response: Response) -> bool:
     return isinstance(response, BytesResponse) and _PAUSED in response.body
 
 
-class Run:
+class Run(Lease):
     """A request that counts as running on a replica until it ends; the response, if that is a stream."""
 
     def __init__(
@@ -159,14 +170,14 @@ class Run:
         Args:
             first: its conversation, if that is not active.
         """
+        super().__init__(routing.ids, samples=routing.completion)
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.replica = replica
         self._fleet = fleet
         self._routing = routing
-        self._lease = replica.load.begin(routing.ids)
-        self._lease.samples = routing.completion
-        replica.breaker.started(self._lease)  # at once: the next in the queue must not be a second trial
+        replica.load.begin(self)
+        replica.breaker.started(self)  # at once: the next in the queue must not be a second trial
         if routing.conversation:
             fleet.conversations.begin(routing, replica, first)
         self._response: Response | None = None
@@ -175,11 +186,10 @@ class Run:
 
     async def attempt(self, work: Work, *, last_try: bool) -> Response:
         """The response, its beginning read; the request counts as running until it is closed."""
-        replica, lease = self.replica, self._lease
-        lease.last_try = last_try
+        replica, self.last_try = self.replica, last_try
         response: Response | None = None
         try:
-            async with asyncio.timeout(None) as lease.deadline:
+            async with asyncio.timeout(None) as self.deadline:
                 response = await work(replica)
                 begun = await self._begun(response)
         except BaseException as error:  # cancellation too: the request no longer counts as load
@@ -189,7 +199,7 @@ class Run:
             if isinstance(error, TimeoutError):
                 raise EngineTimeout(f"{replica.name} did not respond in time", received=True) from error
             raise
-        replica.load.answered(lease)
+        replica.load.answered(self)
         if isinstance(begun, BytesResponse):
             paused = begun.status == _PAUSED_STATUS and _says_paused(begun)
             if begun.status not in _BAD_STATUSES or paused:
@@ -217,7 +227,7 @@ class Run:
         if digest is None:
             return True
         death = (replica.name, replica.discoveries)
-        suspicion = ALONE if self._lease.alone else AMONG_OTHERS
+        suspicion = ALONE if self.alone else AMONG_OTHERS
         if self._routing.goes_on and (sampling or suspicion == AMONG_OTHERS):
             suspicion = GOES_ON
         return self._fleet.suspects.engine_died(digest(), death, suspicion)
@@ -281,10 +291,10 @@ class Run:
     def end(self) -> None:
         """The request no longer runs: one that waits may run instead. A second call does nothing."""
         fleet, running = self._fleet, self.replica.load.running
-        if self._lease not in running:
+        if self not in running:
             return
-        running.remove(self._lease)
-        self.replica.breaker.ended(self._lease)
+        running.remove(self)
+        self.replica.breaker.ended(self)
         fleet.conversations.finish(self._routing.conversation)
         if fleet.queue.waiting:
             fleet.queue.wake()

@@ -19,9 +19,10 @@ from tokenproxy.base.errors import (
 )
 from tokenproxy.base.http import Request, Response
 from tokenproxy.engine.discovery import NO_TOKEN_IN
+from tokenproxy.fleet import dispatch
 from tokenproxy.fleet.admission import Admission, Conversations
 from tokenproxy.fleet.choosing import Choose, PrefixCaches, Routing, sticky_least_loaded
-from tokenproxy.fleet.dispatch import Run, Suspects, Work, dispatch
+from tokenproxy.fleet.dispatch import Run, Suspects
 from tokenproxy.fleet.health import FleetWatch
 from tokenproxy.fleet.load import BreakerState
 from tokenproxy.fleet.model import FleetModel, choose_model
@@ -45,6 +46,8 @@ QUEUE_TIMEOUT_S = 600.0
 
 class Fleet:
     """Replicas of one model."""
+
+    send = dispatch.send
 
     def __init__(
         self,
@@ -150,33 +153,14 @@ class Fleet:
         """Start watching all replicas."""
         self._started = True
         self.watch.start()
-        self.weights.start()
         for replica in self.replicas:
             replica.start()
 
     async def stop(self) -> None:
         """Stop watching and close all connections."""
-        await self.weights.stop()
         await self.watch.stop()
         for replica in [*self.replicas, *self.leaving]:
             await replica.stop()
-
-    async def send(self, work: Work, routing: Routing) -> Response:
-        """Send a request to the replica that the policy chooses, and to another one if that fails.
-
-        The response counts as running until it is closed. Its beginning was read, see `dispatch.py`. The
-        chunks of an event stream end where events end.
-
-        Args:
-            work: sends the request to a replica and returns the response.
-
-        Raises:
-            EngineUnavailable: no replica responds.
-            Overloaded: too many requests wait for a replica, or this one waited for too long.
-            EngineTimeout: no replica accepted a connection in time, or one did not answer in time.
-            EngineBroken: a replica broke under the request, and it may not run again.
-        """
-        return await dispatch(self, routing, work)
 
     async def send_to_any(self, request: Request, routing: Routing) -> Response:
         """Send a request to a ready replica; if none is, to one that refuses discovery without a credential.
@@ -243,10 +227,11 @@ class Fleet:
         def take() -> Run | None:
             if suspension.active and routing.samples:
                 return None
-            usable = self._fitting(routing)
+            free = usable = self._fitting(routing)
             if not usable:
                 raise self.nothing_responds()
-            free = [replica for replica in usable if replica.load.requests < self._replica_requests]
+            if self._replica_requests < math.inf:
+                free = [each for each in usable if each.load.requests < self._replica_requests]
             if not free and suspension.active:
                 free = usable  # the requests that run are paused, so that none ends
             free = admission.with_room(free)
@@ -275,7 +260,9 @@ class Fleet:
 
     def _fitting(self, routing: Routing, tried: Sequence[Replica] = ()) -> list[Replica]:
         """The replicas that may get a request: of those that lack nothing for it, or of all if each does."""
-        usable = [each for each in self.taking(samples=routing.samples) if each not in tried]
+        usable = self.taking(samples=routing.samples)
+        if tried:
+            usable = [replica for replica in usable if replica not in tried]
         if len(usable) > 1:
             usable = _in_service(usable)
             usable = [replica for replica in usable if not replica.lacks(routing.model)] or usable
@@ -303,7 +290,7 @@ class Fleet:
 
     def failed(self, replica: Replica, problem: ApiError) -> None:
         """A request failed on a replica, for a reason that may lie in the replica."""
-        replica.check_now()
+        replica.check_due.set()
         if not replica.ready:
             return
         if isinstance(problem, EngineTimeout) and self.watch.was_late:
@@ -342,7 +329,8 @@ class Fleet:
 
     def taking(self, *, samples: bool = True) -> list[Replica]:
         """The replicas that take requests. Those with other weights take requests that do not sample."""
-        serving = [replica for replica in self.ready if not self.weights.problem(replica)]
+        state = self.weights.state
+        serving = [each for each in self.ready if not state.problem(each.name, each.weight_version)]
         return serving if samples or serving else self.ready
 
     async def _first_answer(self) -> None:

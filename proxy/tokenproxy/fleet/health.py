@@ -1,4 +1,4 @@
-"""Finds replicas that accept requests and never respond to them, although `/health` does.
+"""The timer of a fleet. It finds replicas that accept requests and never respond, although `/health` does.
 
 A replica is silent if completions run
 on it and it has sent nothing for much longer than any replica needed recently. If the engine's own count of
@@ -9,6 +9,7 @@ prompts take engines on a CPU a minute.
 import asyncio
 import math
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tokenproxy.base.errors import ApiError, OutOfSockets
@@ -16,12 +17,16 @@ from tokenproxy.base.http import Request
 from tokenproxy.base.tasks import end_tasks, repeat
 from tokenproxy.engine.protocol import fetch
 from tokenproxy.engine.token_in import CHAT_PATH, json_request
+from tokenproxy.fleet.admin_calls import ask
 
 if TYPE_CHECKING:
     from tokenproxy.fleet.fleet import Fleet
     from tokenproxy.fleet.replica import Replica
 
-INTERVAL_S = 0.5
+TICK_S = 0.25
+_PAUSED_TICK_S = 0.05
+"""Seconds between two reads of the weights while the fleet is paused. Each read notes the positions of the
+streams, which must be current when the replicas resume."""
 SILENT_S = 10.0
 """The shortest silence that counts."""
 _TIMES_SLOWER = 3.0
@@ -34,11 +39,16 @@ _LATE_REMEMBERED_S = 10.0
 _NAP_S = 0.05
 _NAPS = 4
 _SETTLES_S = 3.0
-_TOKEN_COUNTS = re.compile(rb"^vllm:(?:generation|prompt|iteration)_tokens_total\S*\s+(\S+)$", re.MULTILINE)
+_TOKEN_COUNTS = re.compile(
+    rb"^vllm:(?:generation|prompt|iteration)_tokens_total\S*\s+([\d.e+]+)$", re.MULTILINE
+)
 
 
 class FleetWatch:
-    """Watches the replicas of a fleet, and whether this process is on time: else a timeout proves nothing."""
+    """Looks at the replicas and weights of a fleet every `TICK_S`.
+
+    It knows whether this process is on time: if it is not, a timeout proves nothing.
+    """
 
     def __init__(self, fleet: "Fleet") -> None:
         self._fleet = fleet
@@ -50,6 +60,8 @@ class FleetWatch:
         """When the task wakes up."""
         self._late_at = -math.inf
         """When it woke up too late."""
+        self.report_late: Callable[[float], None] = lambda late_s: None
+        """Is called with the seconds by which each tick came too late."""
 
     def start(self) -> None:
         """Start watching. Call it inside a running event loop."""
@@ -57,7 +69,7 @@ class FleetWatch:
 
     async def stop(self) -> None:
         """Stop watching."""
-        await end_tasks(self._task, *self._examinations.values())
+        await end_tasks(self._task, *self._examinations.values(), *self._fleet.weights.learning)
 
     @property
     def was_late(self) -> bool:
@@ -80,12 +92,17 @@ class FleetWatch:
         return True
 
     async def _watch(self) -> None:
-        self._due = self._clock() + INTERVAL_S
-        await asyncio.sleep(INTERVAL_S)
-        if (now := self._clock()) - self._due > LATE_S:
+        fleet = self._fleet
+        often = fleet.weights.state.paused and fleet.weights.shared
+        tick_s = _PAUSED_TICK_S if often else TICK_S
+        self._due = self._clock() + tick_s
+        await asyncio.sleep(tick_s)
+        now = self._clock()
+        late_s = now - self._due
+        if late_s > LATE_S:
             self._late_at = now
         self._due = math.inf
-        fleet = self._fleet
+        self.report_late(max(0.0, late_s))
         fleet.queue.wake()  # a replica may have come back
         watched = [*fleet.replicas, *fleet.leaving]
         for replica in watched:
@@ -97,6 +114,7 @@ class FleetWatch:
                 self._examinations[replica.name] = asyncio.create_task(self._examine(replica))
         for replica in [each for each in fleet.leaving if not each.load.requests]:
             await fleet.forget(replica)
+        await fleet.weights.tick()
 
     def _may_eject(self, replica: "Replica") -> bool:
         fleet = self._fleet
@@ -139,10 +157,6 @@ async def _answers(replica: "Replica") -> bool:
 
 async def _token_count(replica: "Replica") -> float | None:
     """Number of tokens that the engine processed, from its own metrics; None if it has no such metric."""
-    try:
-        async with asyncio.timeout(1.0):
-            status, page = await fetch(replica.questions, Request("GET", "/metrics"))
-        counts = _TOKEN_COUNTS.findall(page) if status == 200 else []
-        return sum(map(float, counts)) if counts else None
-    except (ApiError, TimeoutError, ValueError):
-        return None
+    answer = await ask(replica.questions, replica, Request("GET", "/metrics"), 1.0)
+    counts = _TOKEN_COUNTS.findall(answer.body) if answer.status == 200 else []
+    return sum(map(float, counts)) if counts else None

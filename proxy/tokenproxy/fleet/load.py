@@ -37,16 +37,16 @@ class Lease:
 
     ids: int
     """Approximate number of ids in its prompt."""
-    started: float
-    """On the clock of `time.monotonic`."""
+    samples: bool = False
+    """Whether its engine counts tokens while it runs."""
+    started: float = 0.0
+    """On the clock of `time.monotonic`; `Load.begin` sets it."""
     deadline: asyncio.Timeout | None = None
     """Ends the wait for the first byte. None after the first byte was sent to the client."""
     alone: bool = True
     """Whether no other request ran on the replica at the same time."""
     last_try: bool = False
     """Whether the request may not run again if this replica fails."""
-    samples: bool = False
-    """Whether its engine counts tokens while it runs."""
 
 
 @dataclass(slots=True)
@@ -70,16 +70,14 @@ class Load:
         """How many requests run."""
         return len(self.running)
 
-    def begin(self, ids: int) -> Lease:
+    def begin(self, lease: Lease) -> None:
         """Count a request until it is removed from `running`."""
-        now = self.clock()
-        if not self.running:
-            self._progressed = now
-        lease = Lease(ids, now, alone=not self.running)
-        if len(self.running) == 1:  # of several none is alone any more
+        lease.started, lease.alone = self.clock(), not self.running
+        if lease.alone:
+            self._progressed = lease.started
+        elif len(self.running) == 1:  # of several none is alone any more
             next(iter(self.running)).alone = False
         self.running.add(lease)
-        return lease
 
     def give_up(self, now: float, *, gone: bool) -> None:
         """End the wait of requests without a first byte, so that they can run on another replica.

@@ -81,7 +81,7 @@ class Replica:
         self._retry_s = retry_s
         self._logprobs_mode = logprobs_mode
         self.metrics = metrics
-        self._reported: ReplicaState | None = None
+        self._reported: tuple[ReplicaState, int] | None = None
         self.engine = self.questions = engine
         """`questions`: for the proxy's own requests, with a client's credential if one was lent."""
         self.name = engine.name
@@ -111,10 +111,13 @@ class Replica:
         """Whether the engine refuses discovery without a credential that it accepts."""
         self.was_tried = False
         """Whether the first discovery ended, with or without success."""
-        self._check_due = asyncio.Event()
+        self.check_due = asyncio.Event()
+        """Set where its health is to be checked now instead of at the next interval: a request failed."""
         self._watcher: asyncio.Task[None] | None = None
         self.weight_version: str | None = None
         """The version of its weights; None if its engine reports none."""
+        self.tells_version = True
+        """Whether its engine has the route that reports it: without VLLM_SERVER_DEV_MODE it answers 404."""
         self._confirmation: asyncio.Task[bool] | None = None
         self._misses = 0
 
@@ -161,7 +164,7 @@ class Replica:
     def mark_down(self, problem: ApiError) -> None:
         """Take the replica out of use until discovery succeeds again: the engine accepts no connections."""
         self.problem = problem.message
-        self._check_due.set()
+        self.check_due.set()
         if self.capabilities is None:
             return
         log.warning("%s is down: %s", self.name, problem.message)
@@ -172,14 +175,10 @@ class Replica:
         self._tokenizers.forget(self.questions)
         self.fleet.settle_model()
 
-    def check_now(self) -> None:
-        """Check the engine's health now instead of at the next interval: a request to it failed."""
-        self._check_due.set()
-
     def note_lack(self, model: str) -> None:
         """Take note that it does not serve a model that another replica serves, and check what it serves."""
         self._lacking[model] = self._clock()
-        self.check_now()
+        self.check_due.set()
 
     def lacks(self, model: str) -> bool:
         """Whether requests for a model go to other replicas, because it lacked the model of late."""
@@ -252,8 +251,8 @@ class Replica:
             pause = self._interval_s if self.responds and not self._misses else self._retry_s
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
-                    await self._check_due.wait()
-            self._check_due.clear()
+                    await self.check_due.wait()
+            self.check_due.clear()
 
     async def _check(self) -> None:
         """Ask for the engine's health; several misses in a row mark the replica down."""
@@ -266,6 +265,8 @@ class Replica:
                 if capabilities and not self.tokenizer and self._clock() >= self._tokenizer_retry_at:
                     await self._find_tokenizer(capabilities, HEALTH_TIMEOUT_S)
                     self.fleet.settle_model()
+                if self.ready:
+                    await self.fleet.weights.check(self)
             elif self._missed():
                 self.mark_down(EngineUnavailable(f"{self.name} does not respond to /health"))
         except EngineUnavailable as error:
@@ -377,8 +378,7 @@ class Replica:
         return ReplicaState.EJECTED if self.breaker.opens_for_s() else ReplicaState.READY
 
     def report_state(self) -> None:
-        """Show the state in the metrics, if it changed, and how many conversations have room."""
-        if (state := self.state) is not self._reported:
-            self._reported = state
-            self.metrics.replica_state(self.name, state)
-        self.metrics.replica_admitted(self.name, self.cache.contexts)
+        """Show the state, and how many conversations have room, in the metrics, if they changed."""
+        if (shown := (self.state, self.cache.contexts)) != self._reported:
+            self._reported = shown
+            self.metrics.replica_state(self.name, *shown)

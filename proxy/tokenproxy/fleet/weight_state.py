@@ -91,13 +91,15 @@ class FleetState(msgspec.Struct, frozen=True):
             version: the version that its engine reports; None if it reports none.
         """
         failure = self.failures.get(replica)
+        if self.version in (None, version):
+            return failure.reason if failure is not None else ""
         problems = [failure.reason] if failure is not None else []
-        if self.version is not None and version is None:
+        if version is None:
             problems.append(
                 f"it reports no weight version, and that of the fleet is {self.version}: run it with "
                 "VLLM_SERVER_DEV_MODE=1, and update its weights"
             )
-        elif self.version is not None and version != self.version:
+        else:
             problems.append(
                 f"its weights are version {version}, those of the fleet are {self.version}: "
                 "update its weights"

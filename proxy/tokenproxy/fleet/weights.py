@@ -15,7 +15,6 @@ from weakref import WeakSet
 from msgspec.structs import replace
 
 from tokenproxy.base.http import Request
-from tokenproxy.base.tasks import end_tasks, repeat
 from tokenproxy.fleet.admin_calls import ask
 from tokenproxy.fleet.queue import Suspension
 from tokenproxy.fleet.replica import Replica
@@ -37,10 +36,6 @@ log = logging.getLogger("tokenproxy")
 TIMEOUT_S = 600.0
 _ASK_S = 2.0
 """Seconds in which a replica must answer a question about its weights."""
-_TICK_S = 0.25
-_PAUSED_TICK_S = 0.05
-"""Seconds between two reads of the state while the fleet is paused. Each read notes the positions of the
-streams, which must be current when the replicas resume."""
 _RESUMED_TICK_S = 0.25
 """Seconds between two questions to a replica that somebody else paused, while requests wait for it."""
 _SILENT_S = 1.0
@@ -79,10 +74,9 @@ class Weights:
         """Number of reads of the store that began, and of the last one that ended."""
         self._readable = True
         """Whether the last read of the store succeeded."""
-        self._learning: set[asyncio.Task[None]] = set()
-        self._moved_at = 0.0
-        self._asked_at = 0.0
-        self._task: asyncio.Task[None] | None = None
+        self.learning: set[asyncio.Task[None]] = set()
+        """Tasks that ask replicas for their versions, while requests wait."""
+        self._moved_at = self._read_at = self._clock()
 
     # --- what requests need
 
@@ -151,24 +145,15 @@ class Weights:
             await asyncio.gather(*(self._ask(replica) for replica in replicas if replica.ready))
 
         def done(task: "asyncio.Task[None]") -> None:
-            self._learning.discard(task)
+            self.learning.discard(task)
             self._apply_suspension()
 
         # a context of its own: it is not part of the request that caused it
         task = asyncio.create_task(ask_all(), context=Context())
-        self._learning.add(task)
+        self.learning.add(task)
         task.add_done_callback(done)
 
     # --- watching
-
-    def start(self) -> None:
-        """Start watching. Call it inside a running event loop."""
-        self._moved_at = self._clock()
-        self._task = asyncio.create_task(repeat(self._watch, "checking the weights of the fleet failed"))
-
-    async def stop(self) -> None:
-        """Stop watching."""
-        await end_tasks(self._task, *self._learning)
 
     async def greet(self, replica: Replica) -> None:
         """Ask a replica for its version, before it gets requests: it may have been restarted."""
@@ -204,7 +189,7 @@ class Weights:
                     state = replace(state, paused=old.paused)
                 if self.state is old and not self.ahead and state != old:
                     self._learn(state)
-            self._last_read, self.outdated = number, False
+            self._last_read, self.outdated, self._read_at = number, False, self._clock()
             return self._readable
 
     async def explains_silence(self, replica: Replica) -> bool:
@@ -253,7 +238,7 @@ class Weights:
 
     def _apply_suspension(self) -> None:
         fleet = self._fleet
-        if self.state.paused or self.state.updating or self._learning:
+        if self.state.paused or self.state.updating or self.learning:
             self.suspension.begin()
             return
         if self.suspension.active:
@@ -273,32 +258,36 @@ class Weights:
             else:
                 self.ahead = state is not self.state and not self.ends_pause
 
-    async def _watch(self) -> None:
-        often = self.state.paused and self.shared
-        await asyncio.sleep(_PAUSED_TICK_S if often else _TICK_S)
+    async def tick(self) -> None:
+        """Read or write the state, and end an update that is idle."""
         if self.ahead and not self.calls:
             await self._write(self.state)
         idle = not (self._tags or self.suspension.active or self._fleet.queue.waiting)
-        if idle and not self._asks_now():
+        if idle and self._clock() - self._read_at < self._fleet.watch_interval_s:
             self.outdated = self.shared
             return
         await self.refresh()
-        state = self.state
-        if self.calls or self._learning:
-            return
-        if state.updating:
-            if self._clock() - self._moved_at > self.timeout_s + _MARGIN_S:
-                await self._give_up_update()
-        elif self._asks_now():
-            self._asked_at = self._clock()
-            asked = [each for each in self._fleet.replicas if each.ready]
-            await asyncio.gather(*(self._ask(replica) for replica in asked))
-            if self.state is state and state.paused:
-                await self._check_pause(asked)
+        moved_s = self._clock() - self._moved_at
+        if self.state.updating and not self.calls and moved_s > self.timeout_s + _MARGIN_S:
+            await self._give_up_update()
 
-    def _asks_now(self) -> bool:
-        """Whether it is time to ask the replicas for their versions."""
-        return self._clock() - max(self._asked_at, self._moved_at) >= self._fleet.watch_interval_s
+    async def check(self, replica: Replica) -> None:
+        """Ask a ready replica for its version, and whether it was resumed, unless an update changes that."""
+        if self.state.failures or self.state.paused:
+            await self.refresh()  # a change must begin with what other processes have written
+        state = self.state
+        if self.calls or self.learning or state.updating:
+            return
+        if replica.tells_version or state.version is not None or state.failures:
+            await self._ask(replica)
+        if not state.paused or self._clock() - self._moved_at < self._fleet.watch_interval_s:
+            return  # a pause that has just begun may not have reached the engines yet
+        resumed = await self._is_paused(replica) is False and await self._resumed_elsewhere()
+        if resumed and self.state is state and not self.calls:
+            log.warning("the fleet was resumed by another client of the engines")
+            for tag in self._tags:
+                tag.resumed(None)
+            await self.change(replace(state, paused=""))
 
     async def _give_up_update(self) -> None:
         """End an update that is idle: a part of the weights may be loaded, so its replicas leave service."""
@@ -309,14 +298,11 @@ class Weights:
         failures = self.state.failures | {name: Failure(path, reason) for name in names}
         await self.change(replace(self.state, failures=failures, updating=""))
 
-    async def _check_pause(self, replicas: list[Replica]) -> None:
-        """End a pause that somebody else ended on the engines."""
-        paused = await asyncio.gather(*(self._is_paused(replica) for replica in replicas))
-        if replicas and not any(paused) and None not in paused and not self.calls:
-            log.warning("the fleet was resumed by another client of the engines")
-            for tag in self._tags:
-                tag.resumed(None)
-            await self.change(replace(self.state, paused=""))
+    async def _resumed_elsewhere(self) -> bool:
+        """Whether no ready engine is paused."""
+        ready = [replica for replica in self._fleet.replicas if replica.ready]
+        answers = await asyncio.gather(*map(self._is_paused, ready))
+        return bool(ready) and all(paused is False for paused in answers)
 
     async def _ask(self, replica: Replica) -> None:
         """Ask a replica for its version, and whether it was resumed. Without an answer nothing changes."""
@@ -326,6 +312,7 @@ class Weights:
             failures = {name: each for name, each in self.state.failures.items() if name != replica.name}
             await self.change(replace(self.state, failures=failures))
         answer = await ask(replica.questions, replica, Request("GET", "/weight_info"), _ASK_S)
+        replica.tells_version = answer.status != 404
         if not answer.status or answer.status >= 500:
             return
         value = answer.value("weight_version") if answer.ok else None

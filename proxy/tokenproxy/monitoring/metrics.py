@@ -1,7 +1,7 @@
 """Prometheus metrics: their names, their labels, and the calls that change them.
 
 Labels that every request uses are looked up once: `metrics.turns("stop", "none")` returns a counter from a
-cache. What is in flight is a plain number, which is reported every `LAG_INTERVAL_S` and before each page.
+cache. What is in flight is a plain number, which is reported by each `tick` and before each page.
 
 Inside vLLM with `--api-server-count N` each process writes its own values, and vLLM's page merges them: it
 adds up counters, histograms and the gauges of what is in progress (`livesum`). Each process has its own view
@@ -9,7 +9,6 @@ of a replica's state, so the page shows 1 if any process has that view (`livemax
 serve --workers N` do the same (`tokenproxy.app.worker`).
 """
 
-import asyncio
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,10 +23,6 @@ _FAST_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 """Histogram buckets for the proxy, the store and the event loop: milliseconds."""
 _SLOW_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
 """Histogram buckets for engines: up to minutes."""
-
-
-LAG_INTERVAL_S = 0.1
-"""Seconds between two measurements of the event loop. A longer block of the loop is always measured."""
 
 
 class ReplicaState(StrEnum):
@@ -78,11 +73,12 @@ class InFlight:
     Use it in a `with`, or call `dec` in a `finally`.
     """
 
-    __slots__ = ("_count", "_gauge")
+    __slots__ = ("_count", "_gauge", "_reported")
 
     def __init__(self, gauge: Gauge) -> None:
         self._gauge = gauge
-        self._count = 0
+        self._count = self._reported = 0
+        gauge.set(0)
 
     def inc(self) -> None:
         """Count one more."""
@@ -99,8 +95,10 @@ class InFlight:
         self._count -= 1
 
     def report(self) -> None:
-        """Set the gauge."""
-        self._gauge.set(self._count)
+        """Set the gauge, if the number changed."""
+        if self._count != self._reported:
+            self._reported = self._count
+            self._gauge.set(self._count)
 
 
 class Metrics:
@@ -260,13 +258,15 @@ class Metrics:
             finally:
                 self.queue_time.observe(perf_counter() - began)
 
-    def replica_state(self, replica: str, state: ReplicaState) -> None:
-        """Report the state that a replica is in from now on."""
+    def tick(self, late_s: float) -> None:
+        """Report what is in flight, and by how much a task that slept woke up too late."""
+        self.event_loop_lag.observe(late_s)
+        self.report_in_flight()
+
+    def replica_state(self, replica: str, state: ReplicaState, conversations: int) -> None:
+        """Report the state that a replica is in, and how many conversations have room in its cache."""
         for each in ReplicaState:
             self._state.labels(replica, each).set(1 if each is state else 0)
-
-    def replica_admitted(self, replica: str, conversations: int) -> None:
-        """Report how many conversations have room in the cache of a replica."""
         self._admitted.labels(replica).set(conversations)
 
     def replica_removed(self, replica: str) -> None:
@@ -324,15 +324,6 @@ class Metrics:
 
     def _histogram(self, name: str, meaning: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         return Histogram(f"tokenproxy_{name}", meaning, labels, registry=self.registry, buckets=buckets)
-
-
-async def measure_lag(metrics: Metrics) -> None:
-    """Observe how late a task that sleeps wakes up, and report what is in flight."""
-    now = asyncio.get_running_loop().time
-    due = now() + LAG_INTERVAL_S
-    await asyncio.sleep(LAG_INTERVAL_S)
-    metrics.event_loop_lag.observe(max(0.0, now() - due))
-    metrics.report_in_flight()
 
 
 def _remove(labels: dict[str, str], *metrics: Gauge | Counter) -> None:

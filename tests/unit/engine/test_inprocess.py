@@ -82,6 +82,8 @@ async def _read(engine: InProcessEngine, path: str) -> tuple[int, bytes]:
 
 async def test_application_gets_the_request_as_from_a_socket(engine: InProcessEngine) -> None:
     headers = [(b"x-one", b"1"), (b"x-one", b"2"), (b"content-length", b"999")]
+    assert (await _read(engine, "/echo"))[0] == 405
+    await engine.send(Request("POST", "/echo"))  # from now on its route is known
     response = await engine.send(Request("POST", "/echo?a=%2F&b=+", headers, b"{}"))
     body = json.loads(await response.read())
     assert response.status == 201

@@ -3,7 +3,15 @@ import asyncio
 import pytest
 
 from tests.unit.fleet.conftest import Clock
-from tokenproxy.fleet.load import FIRST_OPEN_S, FORGIVEN_AFTER_S, LONGEST_OPEN_S, Breaker, BreakerState, Load
+from tokenproxy.fleet.load import (
+    FIRST_OPEN_S,
+    FORGIVEN_AFTER_S,
+    LONGEST_OPEN_S,
+    Breaker,
+    BreakerState,
+    Lease,
+    Load,
+)
 
 
 def _wait(clock: Clock, breaker: Breaker) -> None:
@@ -82,8 +90,9 @@ def test_what_was_sent_before_it_opened_changes_nothing(clock: Clock) -> None:
 def test_a_load_counts_requests_and_a_pause_is_no_silence() -> None:
     time = [100.0]
     load = Load(lambda: time[0])
-    first, second = load.begin(60), load.begin(1)
-    first.samples = True
+    first, second = Lease(60, samples=True), Lease(1)
+    load.begin(first)
+    load.begin(second)
     assert load.requests == 2
     load.running.remove(second)
     assert load.requests == 1
@@ -98,10 +107,10 @@ def test_a_load_counts_requests_and_a_pause_is_no_silence() -> None:
 def test_a_silence_is_usual_as_long_as_prompts_take_to_read() -> None:
     time = [0.0]
     load = Load(lambda: time[0])
-    lease = load.begin(100)
+    load.begin(lease := Lease(100))
     time[0] += 2
     load.answered(lease)
     load.running.remove(lease)
     assert load.usual_silence_s() == 2
-    load.begin(1000).deadline = asyncio.Timeout(None)
+    load.begin(Lease(1000, deadline=asyncio.Timeout(None)))
     assert load.usual_silence_s() == pytest.approx(20)
