@@ -82,3 +82,17 @@ def test_last_and_pack(values: list[int], spelling: dict[str, Any]) -> None:
 def test_pack_refuses(raw: bytes) -> None:
     with pytest.raises(InvalidIds):
         ids.pack(raw)
+
+
+@pytest.mark.parametrize("count", [1, 100, 20_000])
+@pytest.mark.parametrize("place", [0, 0.5, 1])
+def test_a_number_beyond_32_bits_is_found_at_each_place_of_each_length(count: int, place: float) -> None:
+    others = [999_999_999] * count
+    for number in (2**31 - 1, 2**31, 10**10):
+        at = round(place * count)
+        raw = ids.dump([*others[:at], number, *others[at:]])
+        if number < 2**31:
+            ids.check_size(raw)
+            continue
+        with pytest.raises(InvalidIds, match="beyond 2147483647"):
+            ids.check_size(raw)
