@@ -148,7 +148,8 @@ def tail_shown(text: str, context: Sequence[Message], guide: Tail, close: str) -
     """The tail of a turn at the end of a rendering without a marker; None if that alone does not show it.
 
     It begins where the turn's last text and its close are found first, after the text of the message before
-    the turn. If the template prints the turn's text again, what follows is not like the guide.
+    the turn. If the template prints the turn's text again, what follows is not like the guide. Between a text
+    that ends with a digit and a number, no place is shown.
 
     Args:
         guide: the tail of the same turn in a smaller context.
@@ -161,19 +162,26 @@ def tail_shown(text: str, context: Sequence[Message], guide: Tail, close: str) -
     for form in (written.strip(), *escaped(written)):
         start = text.find(form + close, begin) if written.strip() else -1
         if start >= 0:
-            return _like(guide, text[start + len(form) :])
+            tail = text[start + len(form) :]
+            return None if form[-1].isdigit() and tail[:1].isdigit() else _like(guide, tail)
     return None
 
 
 def _like(guide: Tail, text: str) -> Tail | None:
-    """The tail with this text, if it differs from the guide in the numbers of its lead at most.
+    """The tail with this text, if it differs from the guide in numbers of its lead at most, after the close.
 
     Example: the guide's `<|im_end|>\\n<|im_start|>tool\\nResult 1: qr<|im_end|>\\n` and a text that has
     `Result 12: ` there.
     """
-    rest = guide.text[guide.lead :]
+    if text == guide.text:
+        return guide
+    rest, close = guide.text[guide.lead :], len(guide.text_if_last)
     lead = text[: len(text) - len(rest)]
-    if not text.endswith(rest) or _NUMBER.sub("0", lead) != _NUMBER.sub("0", guide.text[: guide.lead]):
+    same = common_prefix_length(text, guide.text)
+    while same and guide.text[same - 1].isdigit():
+        same -= 1  # where the first number that differs begins
+    alike = _NUMBER.sub("0", lead) == _NUMBER.sub("0", guide.text[: guide.lead])
+    if not (0 < close <= same and alike and text.endswith(rest)):
         return None
     return replace(guide, text=text, lead=len(lead))
 
@@ -205,7 +213,12 @@ def _render_marked(template: Renderer, append: Append, marks: Marks) -> Marked:
 
 
 def _remembered(template: Renderer, messages: Sequence[Message], options: RenderOptions) -> str:
-    """A rendering in which markers stand for all texts, so that most appends of its kind need the same."""
+    """A rendering in which markers stand for all texts, so that most appends of its kind need the same.
+
+    It is not remembered where it may print a time in a form that is not known.
+    """
+    if not template.syntax.complete or "chat_template" in options.kwargs:
+        return template.text(messages, options)
     key = digest(list(messages), options.key(), template.now())
     return template.remembered.get_or_make(key, lambda: template.text(messages, options))
 

@@ -5,7 +5,7 @@ The functions of `calls` declare each method once, for both.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from functools import update_wrapper
 from inspect import Parameter, signature
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack, get_args
@@ -31,7 +31,7 @@ def _blocking(make: Callable[P, Call[T]]) -> Callable[Concatenate["Client", P], 
     return _described(send, make)
 
 
-def _awaited(make: Callable[P, Call[T]]) -> Callable[Concatenate["AsyncClient", P], Awaitable[T]]:
+def _awaited(make: Callable[P, Call[T]]) -> Callable[Concatenate["AsyncClient", P], Coroutine[Any, Any, T]]:
     """The same of `AsyncClient`."""
 
     async def send(client: "AsyncClient", /, *args: P.args, **options: P.kwargs) -> T:

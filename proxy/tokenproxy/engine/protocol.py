@@ -224,6 +224,8 @@ class Problem(msgspec.Struct):
     code: int | str | None = None
     type: str | None = None
     param: str | None = None
+    is_object: bool = True
+    """Whether the engine returned an error object."""
 
     @property
     def name(self) -> str | None:
@@ -232,20 +234,29 @@ class Problem(msgspec.Struct):
 
 
 class _Refused(msgspec.Struct):
-    error: Problem | str
+    error: dict[str, Any] | str
 
 
 _decode_refused = msgspec.json.Decoder(_Refused).decode
 
 
 def problem_of(body: bytes) -> Problem:
-    """The error in an engine's response, or in the data of an event; another text is its message."""
+    """The error in an engine's response, or in the data of an event; another text is its message.
+
+    Fields of an unknown shape are left out.
+    """
     try:
         error = _decode_refused(body).error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         text = body.decode("utf-8", "replace") or "the engine returned an error without a message"
-        return Problem(text, type=NO_ERROR_OBJECT)
-    return Problem(error) if isinstance(error, str) else error
+        return Problem(text, type=NO_ERROR_OBJECT, is_object=False)
+    if isinstance(error, str):
+        return Problem(error)
+    code = error.get("code")
+    message, kind, param = (
+        value if isinstance(value := error.get(name), str) else None for name in ("message", "type", "param")
+    )
+    return Problem(message or "", code if isinstance(code, int | str) else None, kind, param)
 
 
 def error_text(body: bytes) -> str:

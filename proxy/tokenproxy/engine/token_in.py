@@ -182,7 +182,7 @@ def rename_param(body: bytes, status: int, field: str) -> bytes:
     becomes "tokens". A body that is not an error object becomes the message of one.
     """
     problem = problem_of(body)
-    if problem.type == NO_ERROR_OBJECT:
+    if not problem.is_object:
         text = f"the engine returned status {status}: {problem.message[:500]}"
         return error_body(text, NO_ERROR_OBJECT, None, status)
     param = problem.param and problem.param.removeprefix("body.")

@@ -167,10 +167,14 @@ class Fleet:
 
         Raises: as `send`.
         """
+
+        async def work(replica: Replica) -> Response:
+            return await replica.engine.send(request)
+
         need_credential = [replica for replica in self.replicas if replica.wants_credential]
         if need_credential and not any(replica.ready for replica in self.replicas):
-            return await need_credential[0].engine.send(request)
-        return await self.send(lambda replica: replica.engine.send(request), routing)
+            return await Run(self, need_credential[0], routing).attempt(work, last_try=True)
+        return await self.send(work, routing)
 
     def named(self, name: str) -> Replica:
         """The replica of that name.

@@ -116,8 +116,8 @@ class Replica:
         self._watcher: asyncio.Task[None] | None = None
         self.weight_version: str | None = None
         """The version of its weights; None if its engine reports none."""
-        self.tells_version = True
-        """Whether its engine has the route that reports it: without VLLM_SERVER_DEV_MODE it answers 404."""
+        self.ask_version_at = 0.0
+        """When to ask for it again: without VLLM_SERVER_DEV_MODE an engine answers 404."""
         self._confirmation: asyncio.Task[bool] | None = None
         self._misses = 0
 

@@ -36,6 +36,8 @@ log = logging.getLogger("tokenproxy")
 TIMEOUT_S = 600.0
 _ASK_S = 2.0
 """Seconds in which a replica must answer a question about its weights."""
+_LACKS_ROUTE_S = 30.0
+"""Seconds until a replica that does not report its version is asked again."""
 _RESUMED_TICK_S = 0.25
 """Seconds between two questions to a replica that somebody else paused, while requests wait for it."""
 _SILENT_S = 1.0
@@ -278,7 +280,7 @@ class Weights:
         state = self.state
         if self.calls or self.learning or state.updating:
             return
-        if replica.tells_version or state.version is not None or state.failures:
+        if self._clock() >= replica.ask_version_at or state.version is not None or state.failures:
             await self._ask(replica)
         if not state.paused or self._clock() - self._moved_at < self._fleet.watch_interval_s:
             return  # a pause that has just begun may not have reached the engines yet
@@ -312,7 +314,7 @@ class Weights:
             failures = {name: each for name, each in self.state.failures.items() if name != replica.name}
             await self.change(replace(self.state, failures=failures))
         answer = await ask(replica.questions, replica, Request("GET", "/weight_info"), _ASK_S)
-        replica.tells_version = answer.status != 404
+        replica.ask_version_at = self._clock() + _LACKS_ROUTE_S if answer.status == 404 else 0.0
         if not answer.status or answer.status >= 500:
             return
         value = answer.value("weight_version") if answer.ok else None

@@ -283,7 +283,9 @@ class Metrics:
 
     def replica_in_flight(self, replica: str) -> InFlight:
         """The count of a replica's requests: look it up once."""
-        return self._replicas.setdefault(replica, InFlight(self._load.labels(replica)))
+        if replica not in self._replicas:
+            self._replicas[replica] = InFlight(self._load.labels(replica))
+        return self._replicas[replica]
 
     def count_evicted(self, rollouts: int, undelivered: int) -> None:
         """Count evicted rollouts, and those among them that a consumer of the feed has not acknowledged."""

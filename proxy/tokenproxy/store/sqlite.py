@@ -25,7 +25,7 @@ from tokenproxy.store.sqlite_threads import Database, MemoryDatabase
 
 _OPEN = f"""
 SELECT turn FROM entries CROSS JOIN turns ON turns.id = turn
-WHERE key = ? AND ids = ? AND state IN (0, {tables.OPEN}) ORDER BY turn DESC LIMIT 1
+WHERE key = ? AND ids = ? AND state = {tables.OPEN} ORDER BY turn DESC LIMIT 1
 """
 
 

@@ -37,7 +37,7 @@ from tokenproxy.record.turn import (
 )
 from tokenproxy.store.packed import is_damaged, pack_entries, text, unpack_entries
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 _APPLICATION_ID = 0x746F6B70
 _EXPIRED_AT_ONCE = 512
 _KEYS_AT_ONCE = 256
@@ -90,7 +90,7 @@ PRAGMA user_version = {SCHEMA_VERSION};
 """`last` of `totals` is the last position of the feed."""
 CONTINUED, OPEN, CLAIMED = 2, 3, 4
 """Each `state` of a turn takes one byte, so that SQLite changes one page and does not write the whole turn
-again. 0 and 1 take none: files of earlier programs have them for open and claimed."""
+again: 0 and 1 take none."""
 _STATEMENTS = [statement.strip() for statement in _SCHEMA.split(";\n") if statement.strip()]
 _CREATED = {" ".join(each.split()) for each in _STATEMENTS if each.startswith("CREATE")}
 """What SQLite keeps of the statements, each as one line."""

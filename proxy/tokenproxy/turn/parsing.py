@@ -75,6 +75,7 @@ class _SampledLogprob(Logprob, gc=False):
     top_logprobs: tuple[()] = ()
 
 
+_skip = msgspec.json.Decoder(msgspec.Raw).decode
 _decode = msgspec.json.Decoder(Completion).decode
 _decode_with_tokens = msgspec.json.Decoder(TokenCompletion).decode
 _decode_logprobs = msgspec.json.Decoder(list[_SampledLogprob]).decode
@@ -105,6 +106,15 @@ def parse(body: bytes, *, tokens: bool = False, whole: bool = False, one_prompt:
     if not isinstance(fields, dict):
         raise no_completion()
     return Parsed(_read(fields), body)
+
+
+def is_json(body: bytes) -> bool:
+    """Whether a body is valid JSON, of which nothing is made."""
+    try:
+        _skip(body)
+        return True
+    except REFUSALS:
+        return False
 
 
 def _decoded(body: bytes, *, tokens: bool) -> Completion:

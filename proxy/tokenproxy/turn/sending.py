@@ -185,7 +185,8 @@ class PlannedTurn:
     @property
     def visible(self) -> Visible:
         """What the client gets of the engine's response, of which more is requested if it is recorded."""
-        return self.request.visible if self._with_evidence else EVERYTHING
+        visible = self.request.visible
+        return visible if self._with_evidence or not visible.reasoning else EVERYTHING
 
     @property
     def _with_evidence(self) -> bool:

@@ -137,7 +137,7 @@ async def _read(
     What is neither recorded nor changed is read only if its engine may have broken off.
     """
     unread = turn.plan.conversation is None and answer.shows_all
-    if unread and not any(reason in body for reason in _BREAKS_OFF):
+    if unread and parsing.is_json(body) and not any(reason in body for reason in _BREAKS_OFF):
         return Completion(), answer.whole(Parsed(wire.Completion(), body), body, Completion())
     if len(body) < _READ_ON_THREAD_BYTES:
         return _read_now(body, turn.plan, answer, final)

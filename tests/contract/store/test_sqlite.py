@@ -87,19 +87,6 @@ async def test_a_process_that_is_killed_loses_no_long_turn(url: str) -> None:
         assert (await store.turns("r"))[0].appended.hex() == killed.stdout.strip()
 
 
-async def test_open_turns_of_earlier_programs_can_be_claimed(sqlite_url: str) -> None:
-    """They have another number for it."""
-    turn = make_turn()
-    async with opened(sqlite_url) as store:
-        await add(store, turn, entry("k", "ids"))
-        with closing(sqlite3.connect(sqlite_url.removeprefix("sqlite://"))) as connection, connection:
-            connection.execute("UPDATE turns SET state = 0")
-        assert await store.claim(digest_of("k"), digest_of("ids")) == turn.id
-        assert await store.claim(digest_of("k"), digest_of("ids")) is None
-        await store.release(turn.id)
-        assert await store.claim(digest_of("k"), digest_of("ids")) == turn.id
-
-
 async def test_a_turn_that_is_claimed_or_continued_is_not_written_again(database: Path, url: str) -> None:
     turn = make_turn(appended=os.urandom(400_000))
     async with opened(url) as store:
