@@ -4,7 +4,7 @@ import inspect
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -214,3 +214,9 @@ def test_responses_that_are_not_of_the_proxy(open_client: Open, engine: FakeVllm
         with pytest.raises(UnreadableResponse, match="data"):
             client.consumers()
     engine.reset()
+
+
+def test_a_call_is_a_coroutine() -> None:
+    """`asyncio.create_task` takes no other awaitable."""
+    call: Coroutine[Any, Any, Any] = AsyncClient("http://127.0.0.1:1").models()
+    call.close()

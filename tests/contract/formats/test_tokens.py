@@ -4,6 +4,7 @@ import httpx
 import pytest
 
 from tests.support.fake_vllm import FakeVllm, data_of
+from tests.support.fake_wire import Canned, Reply
 from tests.support.tiny_model import END, HI, VOCAB_SIZE, TinyModel
 from tests.support.utils import EVERY_SPELLING
 
@@ -134,3 +135,22 @@ def test_first_turn_is_sent_unchanged(client: httpx.Client, fake: FakeVllm) -> N
     client.post(_TOKENS, json={"messages": messages, "temperature": 0})
     requested = {"return_token_ids": True, "logprobs": True}
     assert fake.last().json == {"messages": messages, "temperature": 0, **requested}
+
+
+@EVERY_SPELLING
+@pytest.mark.parametrize("stream", [False, True])
+def test_ids_are_hidden_with_the_reasoning(client: httpx.Client, fake: FakeVllm, stream: bool) -> None:
+    fake.usual = Reply(message={"reasoning": "secret"})
+    answer = client.post(_TOKENS, json={"prompt_ids": _PROMPT, "include_reasoning": False, "stream": stream})
+    assert answer.status_code == 200
+    for body in data_of(answer.content) if stream else [answer.json()]:
+        assert body.get("prompt_token_ids") is None
+        assert all(choice.get("token_ids") is None for choice in body["choices"])
+    assert b"secret" not in answer.content
+
+
+@pytest.mark.parametrize("body", [b'{"choices":[{"h', b"{]}", b'{"choices":[]} xx'])
+def test_a_completion_that_is_no_json_is_an_error(client: httpx.Client, fake: FakeVllm, body: bytes) -> None:
+    fake.usual = Reply(error=Canned(body, headers={"content-type": "application/json"}))
+    answer = client.post(_TOKENS, json={"prompt_ids": _PROMPT})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, 502)

@@ -68,6 +68,8 @@ def test_errors_name_the_clients_fields(
         (b"<html>Bad gateway</html>", "the engine returned status 500: <html>Bad gateway"),
         (b"", "the engine returned status 500: "),
         (b'{"error": "Unauthorized"}', "Unauthorized"),
+        (b'{"error": {"message": "too hot", "code": 4.5, "param": ["a"], "type": {}}}', "too hot"),
+        (b'{"error": {"message": "too hot", "type": "BadGatewayError"}}', "too hot"),
     ],
 )
 def test_bodies_without_error_object_become_error_objects(body: bytes, words: str) -> None:

@@ -30,3 +30,13 @@ async def test_an_exchange_is_freed_without_the_garbage_collector() -> None:
         assert kept[0]() is None
     finally:
         gc.enable()
+
+
+def test_what_runs_on_a_replica_is_counted_on_when_it_is_looked_up_again() -> None:
+    metrics = Metrics()
+    with metrics.replica_in_flight("a") as running, metrics.replica_in_flight("a") as again:
+        assert running is again
+        metrics.report_in_flight()
+        assert (
+            metrics.registry.get_sample_value("tokenproxy_replica_requests_in_flight", {"replica": "a"}) == 2
+        )

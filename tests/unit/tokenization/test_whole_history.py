@@ -8,6 +8,7 @@ import pytest
 from chat_tokenizer import ChatTokenizer
 from chat_tokenizer.messages import Message
 from chat_tokenizer.renderer import RenderOptions
+from chat_tokenizer.turns import Tail, tail_shown
 from tests.support.tiny_model import CHATML, END, TinyModel
 
 _NUMBERED = CHATML.replace("'<|im_start|>' + message.role", "'<|im_start|>' + message.role ~ loop.index")
@@ -62,3 +63,20 @@ def test_history_is_rendered_once_where_a_tail_differs_in_numbers(
     appended = tokenizer.append([END], [{"role": "user", "content": "Why?"}], history=history)
     assert "user41\nWhy?" in tokenizer.decode(appended.suffix_ids)
     assert rendered.count(len(history) + 1) == 1
+
+
+@pytest.mark.parametrize(
+    "alone, ends, turn, whole",
+    [
+        # the number is part of the close
+        (" #2<|user|>new", " #2", "Ok", "Ok #12<|user|>new"),
+        (" #2<|user|>new", " #2<|return|>", "Ok", "Ok #12<|user|>new"),
+        # the first digit of the number is that of the text
+        ("2<|end|><|user|>3: new", "2<|end|>", "1", "112<|end|><|user|>13: new"),
+        ("0 <|user|>new", "", "1", "1110 <|user|>new"),
+    ],
+)
+def test_no_tail_is_shown_where_a_number_ends_the_turn(alone: str, ends: str, turn: str, whole: str) -> None:
+    guide = Tail(alone, alone.index("new"), ends)
+    context = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": turn}]
+    assert tail_shown("<|user|>Hi<|assistant|>" + whole, context, guide, "") is None
