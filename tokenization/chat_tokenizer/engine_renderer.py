@@ -26,7 +26,7 @@ from chat_tokenizer.cache import BoundedCache, digest
 from chat_tokenizer.encoder import Encoder
 from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported, TokenizationError
 from chat_tokenizer.messages import Message
-from chat_tokenizer.renderer import RenderOptions, remembered_renderings
+from chat_tokenizer.renderer import RenderOptions
 from chat_tokenizer.syntax import Syntax
 from chat_tokenizer.turns import PLACEHOLDER_USER
 
@@ -183,13 +183,12 @@ _OWN_ARGUMENTS = frozenset(
 class EngineRenderer:
     """The engine as a `Renderer`. Safe to use from several threads, never on an event loop: it waits."""
 
-    syntax = _SYNTAX
+    syntax, remembered = _SYNTAX, None
     own_arguments = _OWN_ARGUMENTS
 
     def __init__(self, encoder: Encoder, added: AddedTokens, render: Render, identity: bytes) -> None:
         """`identity`: equal for engines that render alike."""
         self.identity = identity
-        self.remembered = remembered_renderings()
         self._encoder = encoder
         self._render = render
         self._forms = Forms(encoder, added, self._engine_text)

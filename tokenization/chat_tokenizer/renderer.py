@@ -12,11 +12,6 @@ from chat_tokenizer.messages import Message, Tools
 from chat_tokenizer.syntax import Syntax
 
 
-def remembered_renderings() -> BoundedCache[bytes, str]:
-    """A new cache for `Renderer.remembered`."""
-    return BoundedCache(256, lambda text: len(text) <= 2**16)
-
-
 @dataclass(frozen=True, slots=True)
 class RenderOptions:
     """The inputs of a rendering besides the messages."""
@@ -59,8 +54,9 @@ class Renderer(Protocol):
         ...
 
     @property
-    def remembered(self) -> BoundedCache[bytes, str]:
-        """Renderings of short conversations, for `chat_tokenizer.turns`."""
+    def remembered(self) -> BoundedCache[bytes, str] | None:
+        """Renderings of short conversations, for `chat_tokenizer.turns`; None if they may print a time in a
+        form that is not known."""
         ...
 
     @property

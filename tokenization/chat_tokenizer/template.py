@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from chat_tokenizer.cache import BoundedCache
 from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported
 from chat_tokenizer.messages import Message, for_template, tools_for_template
-from chat_tokenizer.renderer import RenderOptions, remembered_renderings
+from chat_tokenizer.renderer import RenderOptions
 from chat_tokenizer.syntax import Syntax, join_syntaxes, parse_source, read_syntax
 
 ContentFormat = Literal["string", "openai"]
@@ -174,12 +174,14 @@ class Template:
         self._content_format = content_format
         self._defaults = dict(defaults or {})
         self._sources: BoundedCache[str, _Source] = BoundedCache(8)
-        self.remembered = remembered_renderings()
         self._lock = threading.Lock()
         template = tokenizer.chat_template
         sources = list(template.values()) if isinstance(template, dict) else [template or ""]
         self.syntax: Syntax = join_syntaxes([read_syntax(source) for source in sources])
         """The constants and variables of its source; of all of them if there are several."""
+        short = BoundedCache[bytes, str](256, lambda text: len(text) <= 2**16)
+        self.remembered = short if self.syntax.complete else None
+        """See `Renderer.remembered`."""
         parameters = inspect.signature(tokenizer.apply_chat_template).parameters.values()
         names = {each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD}
         self.own_arguments = frozenset(names - {"documents", "add_generation_prompt"})

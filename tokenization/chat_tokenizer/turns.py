@@ -213,11 +213,8 @@ def _render_marked(template: Renderer, append: Append, marks: Marks) -> Marked:
 
 
 def _remembered(template: Renderer, messages: Sequence[Message], options: RenderOptions) -> str:
-    """A rendering in which markers stand for all texts, so that most appends of its kind need the same.
-
-    It is not remembered where it may print a time in a form that is not known.
-    """
-    if not template.syntax.complete or "chat_template" in options.kwargs:
+    """A rendering in which markers stand for all texts, so that most appends of its kind need the same."""
+    if template.remembered is None or "chat_template" in options.kwargs:
         return template.text(messages, options)
     key = digest(list(messages), options.key(), template.now())
     return template.remembered.get_or_make(key, lambda: template.text(messages, options))

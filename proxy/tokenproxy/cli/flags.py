@@ -290,8 +290,8 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     )
     add("--session", metavar="NAME", help="the session that records the turns")
     add("--model", metavar="NAME", help="a served model or adapter (default: the base model)")
-    add("--max-tokens", type=_count, metavar="N", help="most ids of an answer, whatever the program requests")
-    add("--temperature", type=_temperature, metavar="T", help="of all turns, whatever the program requests")
+    add("--max-tokens", type=_count, metavar="N", help="most ids of an answer; wins over the program's")
+    add("--temperature", type=_temperature, metavar="T", help="of all turns; wins over the program's")
     add(
         "--metadata",
         action="append",
