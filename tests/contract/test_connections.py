@@ -15,7 +15,7 @@ from tests.support.fake_vllm import Canned, FakeVllm, Reply
 from tests.support.sockets import BODY, CHAT, HALF_HEAD, connect, head, status_of, until_closed
 from tests.support.utils import run_proxy, run_server, wait_until
 from tokenproxy.app.app import create_app
-from tokenproxy.app.server import connection_options
+from tokenproxy.app.connections import connection_options
 from tokenproxy.settings import Settings
 
 _HEALTH = b"GET /health HTTP/1.1\r\nhost: proxy\r\n\r\n"
@@ -28,7 +28,7 @@ def strict(engine: FakeVllm) -> Iterator[httpx.Client]:
         pytest.MonkeyPatch.context() as patch,
         run_proxy([engine], store="memory:", body_limit_bytes=1000) as client,
     ):
-        patch.setattr("tokenproxy.app.server.HEAD_TIMEOUT_S", 0.1)
+        patch.setattr("tokenproxy.app.connections.HEAD_TIMEOUT_S", 0.1)
         patch.setattr("tokenproxy.web.endpoint.BODY_TIMEOUT_S", 0.1)
         yield client
 
@@ -110,7 +110,7 @@ def test_a_body_of_a_refused_request_does_not_keep_its_connection(
     usual: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A byte now and then after the 401 would postpone the end of keep-alive for ever."""
-    monkeypatch.setattr("tokenproxy.app.server.LINGER_S", 0.05)
+    monkeypatch.setattr("tokenproxy.app.connections.LINGER_S", 0.05)
     with connect(usual.base_url) as connection, contextlib.suppress(ConnectionError):
         connection.sendall(head(CHAT, "content-length: 1000000") + b"{")
         assert connection.recv(1000).startswith(b"HTTP/1.1 401 ")
@@ -198,6 +198,114 @@ def test_bodies_are_framed_anew_for_the_engine(strict: httpx.Client, engine: Fak
     for seen in engine.seen("/v1/embeddings"):
         assert seen.header("transfer-encoding") is None
         assert seen.header("content-length") == str(len(seen.body)).encode()
+
+
+_HIDDEN = b"GET /v1/hidden HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
+"""A request in a body. Whoever answers it takes the body of one client for a request of another."""
+_PADDED = b"\r\n" * 200_000 + _HIDDEN
+"""So long that the request comes in a later read than the head."""
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket", "TLS/1.0, odd"])
+@pytest.mark.parametrize("chunked", [False, True], ids=["length", "chunked"])
+@pytest.mark.parametrize("body", [b"{}", _HIDDEN, _PADDED], ids=["small", "a request", "later reads"])
+def test_an_upgrade_is_ignored_and_its_body_is_served(
+    usual: httpx.Client, engine: FakeVllm, protocol: str, chunked: bool, body: bytes
+) -> None:
+    """As a balancer sends it, which then reuses the connection for another client."""
+    engine.reset()
+    engine.canned["/v1/embeddings"] = Canned(b"[1]")
+    framing = "transfer-encoding: chunked" if chunked else f"content-length: {len(body)}"
+    framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body
+    lines = "authorization: Bearer secret", "connection: Upgrade, HTTP2-Settings", f"upgrade: {protocol}"
+    with connect(usual.base_url) as balancer:
+        for _ in range(2):
+            balancer.sendall(head("/v1/embeddings", *lines, framing) + framed)
+            assert status_of(balancer) == 200
+        balancer.sendall(_HEALTH)
+        assert status_of(balancer) == 200
+    assert [seen.body for seen in engine.seen("/v1/embeddings")] == [body] * 2
+    assert engine.seen("/v1/hidden") == []
+
+
+@pytest.mark.parametrize("length", ["content-length: 400060", "transfer-encoding: chunked"])
+def test_a_server_that_reads_no_body_after_an_upgrade_closes(engine: FakeVllm, length: str) -> None:
+    """vLLM's and Ray Serve's are uvicorn with its own protocol."""
+    engine.reset()
+    settings = Settings(upstreams=[engine.url], store="memory:")
+    with run_server(create_app(settings)) as url, connect(httpx.URL(url)) as balancer:
+        balancer.sendall(head(CHAT, "connection: keep-alive, upgrade", "upgrade: h2c", length) + _PADDED)
+        answers = until_closed(balancer)
+        assert answers.count(b"content-length: ") == 1 and answers.startswith(b"HTTP/1.1 400 ")
+        assert b'"param":"upgrade"' in answers
+        with connect(httpx.URL(url)) as without_body:
+            upgraded = _HEALTH.replace(b"host", b"connection: upgrade\r\nupgrade: h2c\r\nhost")
+            for _ in range(2):
+                without_body.sendall(upgraded)
+                assert status_of(without_body) == 200
+    assert engine.seen("/v1/hidden") == []
+
+
+def test_trailers_are_no_headers(usual: httpx.Client, engine: FakeVllm) -> None:
+    engine.reset()
+    engine.canned["/v1/embeddings"] = Canned(b"[1]")
+    request = head("/v1/embeddings", "authorization: Bearer secret", "transfer-encoding: chunked")
+    with connect(usual.base_url) as balancer:
+        balancer.sendall(request + b"2\r\n{}\r\n")
+        balancer.sendall(b"0\r\nx-session-id: theirs\r\nauthorization: Bearer other\r\n\r\n")
+        assert status_of(balancer) == 200
+        balancer.sendall(request + b"0\r\n")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(1000):  # a trailer that never ends is not kept
+                balancer.sendall(b"a" * 1000)
+        assert until_closed(balancer).startswith(b"HTTP/1.1 431 ")
+    (seen,) = engine.seen("/v1/embeddings")
+    assert seen.header("x-session-id") is None
+
+
+def test_a_request_that_waits_for_100_continue_ends_its_connection(usual: httpx.Client) -> None:
+    """A client that gets the response before it sent the body may send its next request in its place."""
+    with connect(usual.base_url) as client:
+        client.sendall(head(CHAT, f"content-length: {len(BODY)}", "expect: 100-continue"))
+        answers = until_closed(client)
+    assert answers.startswith(b"HTTP/1.1 401 ") and b"connection: close" in answers
+
+
+@pytest.mark.parametrize(
+    "second",
+    [b"NONSENSE\r\n\r\n", b"CONNECT a:1 HTTP/1.1\r\nhost: a\r\n\r\n", b"GET /" + b"a" * 100_000],
+    ids=["malformed", "connect", "endless"],
+)
+def test_a_pipelined_request_is_never_answered_in_place_of_the_first(
+    strict: httpx.Client, engine: FakeVllm, second: bytes
+) -> None:
+    engine.reset()
+    engine.replies.append(Reply(hold_at=0))
+    with connect(strict.base_url) as client:
+        client.sendall(head(CHAT, f"content-length: {len(BODY)}") + BODY)
+        wait_until(lambda: engine.held == 1)
+        client.sendall(second)
+        assert until_closed(client) == b""
+    engine.release()
+
+
+def test_what_is_pipelined_is_not_read_while_a_request_runs(strict: httpx.Client, engine: FakeVllm) -> None:
+    """Or one client that waits for a stream could fill the memory."""
+    engine.reset()
+    engine.replies.append(Reply(hold_at=0))
+    with connect(strict.base_url) as client:
+        client.sendall(head(CHAT, f"content-length: {len(BODY)}") + BODY)
+        wait_until(lambda: engine.held == 1)
+        client.settimeout(0.5)
+        sent = 0
+        with contextlib.suppress(TimeoutError):
+            while sent < 2**26:
+                sent += client.send(_HEALTH * 1000)
+        assert sent < 2**26
+        client.settimeout(20)
+        engine.release()
+        for _ in range(3):
+            assert status_of(client) == 200
 
 
 def test_tls(engine: FakeVllm, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 
 from tests.support.fake_vllm import FakeVllm, Variant
 from tokenproxy.app.app import create_app
-from tokenproxy.app.server import connection_options
+from tokenproxy.app.connections import connection_options
 from tokenproxy.settings import Settings
 
 RETRY_S = 0.05

@@ -12,9 +12,6 @@ A second signal skips to 3, a third ends the process without 4. A thread that st
 is given up, with exit code 1.
 
 With `workers` above 1, `tokenproxy.app.workers` runs several servers, which stop in the same order.
-
-uvicorn has no limits of time and size of request heads and of lingering bodies with its parser httptools, so
-its protocol is subclassed; how requests are parsed and served stays uvicorn's.
 """
 
 import asyncio
@@ -28,12 +25,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tokenproxy.app.app import create_app
+from tokenproxy.app.connections import GuardedProtocol, connection_options
+from tokenproxy.app.listener import Listener, StartLimit
 from tokenproxy.app.start import announce, bind, try_store
 from tokenproxy.app.workers import END_S, SIGNALS, run_workers
 from tokenproxy.base.types import ASGIApp
@@ -42,154 +39,9 @@ from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.store import StoreError
 from tokenproxy.settings import Settings
 from tokenproxy.turn.services import RunningRequests
-from tokenproxy.web.gate import HEAD_LIMIT_BYTES, is_loopback
+from tokenproxy.web.gate import is_loopback
 
 log = logging.getLogger("tokenproxy")
-
-HEAD_TIMEOUT_S = 10.0
-"""How long the request line and headers may take to arrive, from the opening of the connection or their first
-byte."""
-LINGER_S = 10.0
-"""How long the rest of a body is read and discarded after the response. A client that sends the whole body
-before it reads the response would lose the response if the connection were closed with bytes unread."""
-
-UNSENT_BYTES = 128 * 1024
-"""Bytes that the kernel takes for a client before it has sent those that came before. What a client that does
-not read has in the kernel, megabytes by default, passed through the proxy and is kept for the record."""
-_NOTSENT: int | None = getattr(socket, "TCP_NOTSENT_LOWAT", None)  # Linux and macOS
-
-
-class _Lingering:
-    """The transport of a connection. `close` first lets the client send the rest of its request and read the
-    response: a connection that is closed with bytes unread is reset, and the response is lost."""
-
-    def __init__(self, transport: asyncio.Transport, protocol: "GuardedProtocol") -> None:
-        self._transport = transport
-        self._protocol = protocol
-        self.write: Callable[[bytes], None] = transport.write
-        self.lingers = False
-        """Whether nothing more is sent, and what comes is discarded."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def is_closing(self) -> bool:
-        """See `asyncio.BaseTransport.is_closing`."""
-        return self.lingers or self._transport.is_closing()
-
-    def close(self) -> None:
-        """Close at once where no body is awaited, or at the second call; else wait for the client."""
-        if self.is_closing() or not self._protocol.awaits_body:
-            self._transport.close()
-            return
-        self.lingers = True
-        self.write = _discard  # a request whose body is malformed has its response, and still runs
-        self._protocol.linger()
-        if self._transport.can_write_eof():  # not with TLS
-            self._transport.write_eof()
-
-
-def _discard(data: bytes) -> None:
-    """Writes nothing."""
-
-
-class GuardedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with the limits; it refuses what exceeds them and closes the connection."""
-
-    cycle: Any
-    """uvicorn's newest request and response; None before the first."""
-    _timer: asyncio.TimerHandle | None = None
-    _head_size = 0
-    awaits_body = False
-    """Whether the next byte belongs to the body of a request."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        lingering: Any = _Lingering(transport, self)
-        super().connection_made(lingering)
-        connection = transport.get_extra_info("socket")
-        if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6) and _NOTSENT:
-            connection.setsockopt(socket.IPPROTO_TCP, _NOTSENT, UNSENT_BYTES)
-        self._start(HEAD_TIMEOUT_S, self._head_is_late)
-
-    def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
-            return
-        of_body = self.awaits_body
-        super().data_received(data)
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._stop()
-            self._head_size = 0
-            return
-        if self.awaits_body:
-            return  # the rest of a request that already has its response: the connection lingers
-        self._head_size += 0 if of_body else len(data)
-        if self._head_size > HEAD_LIMIT_BYTES:
-            self._refuse("431 Request Header Fields Too Large")
-        elif self._timer is None:
-            self._start(HEAD_TIMEOUT_S, self._head_is_late)
-
-    def on_headers_complete(self) -> None:
-        """The parser's callback after a head."""
-        super().on_headers_complete()
-        self.awaits_body = True
-
-    def on_message_complete(self) -> None:
-        """The parser's callback after a body."""
-        super().on_message_complete()
-        self.awaits_body = False
-
-    def on_response_complete(self) -> None:
-        """uvicorn's callback after a response."""
-        super().on_response_complete()
-        self._head_size = 0
-        if self.awaits_body and self.cycle.response_complete and not self.transport.is_closing():
-            self._start(LINGER_S, self.transport.abort)
-
-    def linger(self) -> None:
-        """Discard what the client still sends, for a while."""
-        self.flow.resume_reading()
-        self._start(LINGER_S, self.transport.abort)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._stop()
-
-    def _head_is_late(self) -> None:
-        if self._head_size:
-            self._refuse("408 Request Timeout")
-        else:
-            self._close()
-
-    def _refuse(self, status: str) -> None:
-        """Close the connection with a response to a request that was not read."""
-        if not self.transport.is_closing():
-            head = f"HTTP/1.1 {status}\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-            self.transport.write(head.encode())
-        self._close()
-
-    def _close(self) -> None:
-        self._stop()
-        self.transport.close()
-
-    def _start(self, seconds: float, then: Any) -> None:
-        self._stop()
-        self._timer = asyncio.get_running_loop().call_later(seconds, then)
-
-    def _stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-
-def connection_options(settings: Settings) -> dict[str, Any]:
-    """The options of uvicorn's configuration for accepting connections."""
-    return {
-        "http": GuardedProtocol,
-        # No route takes WebSockets, and the limits would not apply to a connection that became one
-        "ws": "none",
-        "ssl_certfile": settings.tls_cert,
-        "ssl_keyfile": settings.tls_key,
-    }
 
 
 def raise_file_limit() -> None:
@@ -262,7 +114,7 @@ def server_config(
     """
     gc.set_threshold(*GC_THRESHOLDS)
     return uvicorn.Config(
-        app or create_app(settings, running, metrics),
+        StartLimit(app or create_app(settings, running, metrics)),
         host=settings.host,
         port=settings.port,
         log_level=settings.log_level,
@@ -296,8 +148,12 @@ class Server(uvicorn.Server):
         """Called once it accepts connections."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the application and the server."""
-        await super().startup(sockets)
+        """Start the application, then accept connections from the sockets."""
+        await super().startup([])
+        protocol = partial(GuardedProtocol, self.config, self.server_state, self.lifespan.state)
+        self.servers: list[Listener] = [  # type: ignore[assignment]  # of which uvicorn closes each
+            Listener(bound, protocol, self.config.ssl) for bound in sockets or ()
+        ]
         self.announce()
 
     async def main_loop(self) -> None:

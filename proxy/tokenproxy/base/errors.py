@@ -59,6 +59,8 @@ class ApiError(Exception):
     kind = "InternalServerError"
     retry_after_s: int | None = None
     """Seconds in Retry-After, unless the constructor gets others; None for no such header."""
+    closes = False
+    """Whether the connection closes after the response, because the rest of the request is not read."""
 
     def __init__(
         self,
@@ -79,8 +81,10 @@ class ApiError(Exception):
         return error_body(self.message, self.kind, self.param, self.code or self.status)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The response's headers: content type, and Retry-After if set."""
+        """The response's headers: content type, Retry-After if set, and the end of the connection."""
         headers = [(b"content-type", b"application/json")]
+        if self.closes:
+            headers.append((b"connection", b"close"))
         if self.retry_after is not None:
             headers.append((b"retry-after", str(self.retry_after).encode()))
         return headers
@@ -123,15 +127,18 @@ class NotFound(ApiError):
     kind = "NotFoundError"
 
 
+class UnreadBody(BadRequest):
+    """The server read no body of the request, and takes what follows for the next request."""
+
+    closes = True
+
+
 class BodyTimeout(ApiError):
     """The request body did not arrive in time."""
 
     status = 408
     kind = "RequestTimeoutError"
-
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        """The response's headers. The connection closes without waiting for the rest of the body."""
-        return [*super().headers(), (b"connection", b"close")]
+    closes = True
 
 
 class BodyTooLarge(ApiError):

@@ -21,11 +21,12 @@ from tokenproxy.base.errors import (
     EngineUnavailable,
     Forbidden,
     Stopping,
+    UnreadBody,
     error_event,
     send_error,
 )
 from tokenproxy.base.http import BytesResponse, Request, Response, is_event_stream
-from tokenproxy.base.types import Message, Receive, Scope, Send
+from tokenproxy.base.types import Headers, Message, Receive, Scope, Send
 from tokenproxy.formats.translated import TranslatedStream
 from tokenproxy.monitoring.exchange import EXCHANGE_KEY, Exchange
 from tokenproxy.record.store import StoreError
@@ -191,6 +192,7 @@ async def read_body(
         clock: returns seconds.
 
     Raises:
+        UnreadBody: the server ended the request at its head because of its `Upgrade` header.
         BodyTooLarge: its announced or its actual size is over the limit.
         BodyTimeout: it was too slow.
         ClientGone: the client left before it was complete.
@@ -198,6 +200,8 @@ async def read_body(
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit() and int(value) > limit:
             raise _too_large(limit)
+        if name == b"upgrade":  # our own server drops it; vLLM's and Ray Serve's do not
+            _check_upgrade(scope["headers"])
     parts: list[bytes] = []
     size = 0
     start = clock()
@@ -217,6 +221,15 @@ async def read_body(
         parts.append(part)
         if not message.get("more_body", False):
             return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _check_upgrade(headers: Headers) -> None:
+    """uvicorn reads no body after an `Upgrade` header that `Connection` names. Raises UnreadBody."""
+    values = dict(headers)
+    body = values.get(b"content-length", b"0").strip(b"0") or b"transfer-encoding" in values
+    if body and b"upgrade" in values.get(b"connection", b"").lower():
+        problem = "the body of a request with an `Upgrade` header cannot be read here: leave the header out"
+        raise UnreadBody(f"{problem}, or use HTTP/1.1 without an upgrade to HTTP/2 (h2c)", param="upgrade")
 
 
 def _too_large(limit: int) -> BodyTooLarge:

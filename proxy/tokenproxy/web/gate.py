@@ -20,7 +20,7 @@ from tokenproxy.web.paths import Paths, check_path, path_of
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """Paths for health checks and scrapers, which have no key and use the address of a container."""
-_BARE_PATHS = OPEN_PATHS - {"/metrics"}
+HEALTH_PATHS = OPEN_PATHS - {"/metrics"}
 """Those that also respond under every name, without details: a check may use the name of a service."""
 HEAD_LIMIT_BYTES = 64 * 2**10
 """Largest request line with headers."""
@@ -131,7 +131,7 @@ class Gate:
         path = path_of(scope) if scope["method"] in ("GET", "HEAD") else ""
         if path in OPEN_PATHS and _is_address(host):
             return scope
-        if path in _BARE_PATHS:
+        if path in HEALTH_PATHS:
             return {**scope, SCOPES_KEY: frozenset()}
         raise BadRequest(
             "this proxy is not served under the name in the Host header: add it to `allowed_hosts`",
