@@ -228,8 +228,10 @@ def _check_upgrade(headers: Headers) -> None:
     values = dict(headers)
     body = values.get(b"content-length", b"0").strip(b"0") or b"transfer-encoding" in values
     if body and b"upgrade" in values.get(b"connection", b"").lower():
-        problem = "the body of a request with an `Upgrade` header cannot be read here: leave the header out"
-        raise UnreadBody(f"{problem}, or use HTTP/1.1 without an upgrade to HTTP/2 (h2c)", param="upgrade")
+        problem = "the body of a request with an `Upgrade` header cannot be read here"
+        raise UnreadBody(
+            f"{problem}: leave the header out (for h2c, make the client speak HTTP 1 only)", param="upgrade"
+        )
 
 
 def _too_large(limit: int) -> BodyTooLarge:

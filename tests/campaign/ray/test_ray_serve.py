@@ -18,6 +18,7 @@ from tests.acceptance.conftest import Server, running
 from tests.campaign.ray.cluster import Cluster, run_cluster
 from tests.campaign.real_vllm.conftest import wait_ready
 from tests.support.redis_server import run_redis
+from tests.support.sockets import connect, head, until_closed
 from tests.support.talk import CHAT, Answered, Conversation, user
 from tests.support.utils import wait_until
 
@@ -220,3 +221,17 @@ def test_engines_that_are_found_by_name(
     [actor] = cluster.processes("Server")
     kill(actor, signal.SIGKILL)
     wait_until(lambda: not httpx.get(f"{cluster.url}/ready", timeout=30).json()["engines"], 60)
+
+
+def test_the_body_of_an_upgrade_is_no_second_request(cluster: Cluster, arguments: dict[str, Any]) -> None:
+    """Ray Serve's server reads no body after the head of an upgrade."""
+    cluster.run({"args": arguments})
+    wait_ready(cluster.url)
+    hidden = b"GET /v1/sessions HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    body = b"\r\n" * 200_000 + hidden
+    with connect(httpx.URL(cluster.url)) as balancer:
+        lines = "connection: keep-alive, upgrade", "upgrade: h2c", f"content-length: {len(body)}"
+        balancer.sendall(head(CHAT, *lines) + body)
+        answers = until_closed(balancer)
+    assert answers.startswith(b"HTTP/1.1 400 ") and answers.count(b"HTTP/1.1 ") == 1
+    assert b'"param":"upgrade"' in answers
