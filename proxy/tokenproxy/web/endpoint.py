@@ -363,24 +363,18 @@ async def _sent(send: Send, message: Message) -> None:
 
 def _waiting_file(body: bytes, start: int) -> BinaryIO:
     """A file with a body from `start` on; one in memory where no file can be written."""
-    rest = memoryview(body)[start:]
-    try:
-        file: BinaryIO = TemporaryFile(buffering=0)  # noqa: SIM115 - the caller closes it
-    except OSError as error:
-        log.warning("a response that its client does not read stays in memory: %s", error)
-        return BytesIO(rest)
-    try:
-        while rest:
-            rest = rest[file.write(rest) :]
-        file.seek(0)
-    except OSError as error:
-        file.close()
-        log.warning("a response that its client does not read stays in memory: %s", error)
-        return BytesIO(memoryview(body)[start:])
-    except BaseException:  # whatever it was, the caller gets no file to close
-        file.close()
-        raise
-    return file
+    rest, written = memoryview(body)[start:], 0
+    with ExitStack() as stack:
+        try:
+            file: BinaryIO = stack.enter_context(TemporaryFile(buffering=0))
+            while written < len(rest):
+                written += file.write(rest[written:])
+            file.seek(0)
+        except OSError as error:
+            log.warning("a response that its client does not read stays in memory: %s", str(error))
+            return BytesIO(rest)
+        stack.pop_all()
+        return file
 
 
 class _KeepingAlive:
