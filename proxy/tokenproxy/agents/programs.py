@@ -188,6 +188,6 @@ def _codex_home(config: str) -> Path:
     with suppress(FileNotFoundError):
         if file.read_text().startswith(config):  # Codex adds what it learns, such as trusted folders
             return home
-    with whole_file(file, 0o600) as new:
+    with whole_file(file) as new:
         new.write(config.encode())
     return home

@@ -9,11 +9,11 @@ from typing import BinaryIO
 
 
 @contextmanager
-def whole_file(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
+def whole_file(path: Path, mode: int = 0o600) -> Iterator[BinaryIO]:
     """A file that is renamed to its final name if the block ends without an exception, and else is removed.
 
     Args:
-        mode: its permissions, which nobody else has at any time; None for those of any new file.
+        mode: its permissions, which nobody else has at any time; by default those of the store.
 
     Raises:
         OSError: it cannot be written.
@@ -22,13 +22,12 @@ def whole_file(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
         raise FileNotFoundError(f"there is no folder {path.parent}: create it, or name another file")
 
     def create(name: str, flags: int) -> int:
-        return os.open(name, flags, 0o666 if mode is None else 0o600)
+        return os.open(name, flags, 0o600)
 
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with open(partial, "wb", opener=create) as file:
-            if mode is not None:
-                os.fchmod(file.fileno(), mode)
+            os.fchmod(file.fileno(), mode)
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -35,8 +35,10 @@ _PAGE_BYTES = 2048
 """Each index entry of a turn changes a page of its own. So smaller pages make the log shorter: a small turn
 takes 7 KB less than with SQLite's usual 4096, and the same CPU time. With 1024 it takes hardly less, and more
 time."""
-_LOG_PAGES = 64 * 2**20 // _PAGE_BYTES
+_LOG_PAGES = 32 * 2**20 // _PAGE_BYTES
 """Pages in the log at which the writer copies them itself: the thread for that was too slow."""
+LOG_BYTES = 16 * 2**20
+"""Bytes to which the log's file is cut when it is written from its beginning again."""
 _SIDE_FILES = ("-wal", "-shm")
 _NO_FOLDER = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)
 """Errors of a path that can never be that of a file."""
@@ -132,9 +134,9 @@ class DatabaseFile:
         try:
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute("PRAGMA secure_delete = OFF")
-            connection.execute("PRAGMA cache_size = -16384")
+            connection.execute("PRAGMA cache_size = -2048")
             connection.execute(f"PRAGMA wal_autocheckpoint = {_LOG_PAGES}")
-            connection.execute(f"PRAGMA journal_size_limit = {64 * 2**20}")
+            connection.execute(f"PRAGMA journal_size_limit = {LOG_BYTES}")
         except BaseException:  # whatever it was, the caller gets no connection to close
             connection.close()
             raise

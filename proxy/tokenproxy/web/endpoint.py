@@ -8,8 +8,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
-from typing import Self
+from contextlib import ExitStack, nullcontext, suppress
+from io import BytesIO
+from tempfile import TemporaryFile
+from typing import BinaryIO, Self
 from urllib.parse import unquote
 
 from tokenproxy.base.errors import (
@@ -47,6 +49,12 @@ BODY_BYTES_PER_S = 65_536
 
 WATCH_AFTER_S = 0.1
 """Seconds after which a request is cancelled if its client disconnects, or disconnected before."""
+
+
+PIECE_BYTES = 256 * 1024
+"""The most bytes of a response that is in memory which are sent at once."""
+UNREAD_S = 0.05
+"""How long a client may take for a piece until the rest waits in a file."""
 
 
 class ClientGone(Exception):
@@ -142,10 +150,9 @@ class Endpoint:
                 await send_response(response, send)
         except ClientGone:
             exchange.leave()
-        except StoreError as error:
-            problem = f"the store does not respond, try again later: {error}"
-            await send_error(send, EngineUnavailable(problem), scope["path"])
-        except ApiError as error:
+        except (ApiError, StoreError) as caught:
+            problem = f"the store does not respond, try again later: {caught}"
+            error = EngineUnavailable(problem) if isinstance(caught, StoreError) else caught
             if not exchange.status:
                 await send_error(send, error, scope["path"])
             elif response is not None and is_event_stream(response.headers):
@@ -317,7 +324,10 @@ async def send_response(response: Response, send: Send) -> None:
     head = {"type": "http.response.start", "status": response.status, "headers": response.headers}
     if isinstance(response, BytesResponse):
         await send(head)
-        await send({"type": "http.response.body", "body": response.body})
+        if len(response.body) <= PIECE_BYTES:
+            await send({"type": "http.response.body", "body": response.body})
+        else:
+            await _send_body(response, send)
         return
     streams = is_event_stream(response.headers)
     if streams:
@@ -336,6 +346,50 @@ async def send_response(response: Response, send: Send) -> None:
     if not started:
         await send(head)
     await send({"type": "http.response.body", "body": b""})
+
+
+async def _send_body(response: BytesResponse, send: Send) -> None:
+    """Send a body in pieces. While the client does not read, what is left of it waits in a file that has no
+    name, not in memory."""
+    body, response.body, sent = response.body, b"", 0  # the response would keep it in memory
+    size = len(body)
+    file: BinaryIO | None = None
+    with ExitStack() as stack:
+        while sent < size:
+            if file is None:
+                piece = body[sent : sent + PIECE_BYTES]
+            else:
+                piece = await asyncio.to_thread(file.read, PIECE_BYTES)
+            sent += len(piece)
+            message = {"type": "http.response.body", "body": piece, "more_body": sent < size}
+            sending = asyncio.ensure_future(_sent(send, message))
+            try:
+                if file is None and sent < size and not (await asyncio.wait({sending}, timeout=UNREAD_S))[0]:
+                    file = stack.enter_context(await asyncio.to_thread(_waiting_file, body, sent))
+                    body = b""
+                await sending
+            finally:
+                sending.cancel()
+
+
+async def _sent(send: Send, message: Message) -> None:
+    await send(message)
+
+
+def _waiting_file(body: bytes, start: int) -> BinaryIO:
+    """A file with a body from `start` on; one in memory where no file can be written."""
+    rest, written = memoryview(body)[start:], 0
+    with ExitStack() as stack:
+        try:
+            file: BinaryIO = stack.enter_context(TemporaryFile(buffering=0))
+            while written < len(rest):
+                written += file.write(rest[written:])
+            file.seek(0)
+        except OSError as error:
+            log.warning("a response that its client does not read stays in memory: %s", str(error))
+            return BytesIO(rest)
+        stack.pop_all()
+        return file
 
 
 class _KeepingAlive:

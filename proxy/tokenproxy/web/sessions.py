@@ -280,4 +280,7 @@ def _evidence(turn: Turn, reward: float | None, with_ids: bool) -> dict[str, Any
             [{"token": text.decode("utf-8", "replace"), "logprob": logprob} for text, logprob in each]
             for each in unpack_alternatives(turn.alternatives)
         ] or None
+        shown["weight_versions"] = turn.weight_versions
+        shown["weights_uncertain"] = turn.weights_uncertain
+        shown["segments"] = turn.segments
     return shown
