@@ -132,7 +132,7 @@ class ServerSettings(_Group):
 
     host: str = Field(
         default="127.0.0.1",
-        description="address to listen on; `::` for all addresses of IPv6 and IPv4, `0.0.0.0` for those of IPv4",
+        description="address to listen on; `::` for all of IPv6 and IPv4, `0.0.0.0` for all of IPv4",
     )
     port: int = Field(default=PORT, ge=0, le=65535, description="port to listen on; 0 picks a free one")
     workers: int = Field(
