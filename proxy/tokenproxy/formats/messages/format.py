@@ -156,10 +156,9 @@ def _chat_tool(path: str, tool: Tool) -> dict[str, Any]:
     if is_null(tool.input_schema):
         if tool.type in (None, "custom"):
             raise BadRequest(f"{path}.input_schema: required", param=f"{path}.input_schema")
-        client = (tool.type or "").startswith(_RUN_BY_CLIENTS)
-        problem = (
-            "have a schema that only Anthropic's models know" if client else "run on Anthropic's servers only"
-        )
+        problem = "run on Anthropic's servers only"
+        if (tool.type or "").startswith(_RUN_BY_CLIENTS):
+            problem = "have a schema that only Anthropic's models know"
         raise BadRequest(
             f"{path}.type: tools of type {tool.type} {problem}: define a tool with an `input_schema`",
             param=f"{path}.type",

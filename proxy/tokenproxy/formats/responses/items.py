@@ -102,9 +102,9 @@ class _Messages:
             call, output = text_field(item, "call_id", at), content_of(item.get("output"), f"{at}.output")
             self.messages.append({"role": "tool", "tool_call_id": call, "content": output})
         elif kind == "tool_search_call":
-            arguments = item.get("arguments")
-            text = arguments if isinstance(arguments, str) else _json(arguments)
-            self._add_call({**item, "name": _TOOL_SEARCH, "call_id": _search_id(item)}, text, at)
+            asked = item.get("arguments")
+            search = {**item, "name": _TOOL_SEARCH, "call_id": _search_id(item)}
+            self._add_call(search, asked if isinstance(asked, str) else _json(asked), at)
         elif kind == "tool_search_output":
             content = _json(item.get("tools") or [])
             self.messages.append({"role": "tool", "tool_call_id": _search_id(item), "content": content})
@@ -238,7 +238,7 @@ def _is_encrypted(part: object) -> bool:
 
 
 def _search_id(item: Item) -> str:
-    """The id of a search for tools. One that a provider ran has none, and its call and output are neighbours."""
+    """The id of a search for tools. One that a provider ran has none."""
     call = item.get("call_id")
     return call if isinstance(call, str) else _TOOL_SEARCH
 

@@ -132,6 +132,9 @@ def test_items_that_are_refused(value: Any, param: str) -> None:
     assert refused.value.param == param
 
 
+_ENCRYPTED = {"type": "encrypted_content", "encrypted_content": "x"}
+
+
 @pytest.mark.parametrize("call_id", ["call_1", None])
 def test_a_search_for_tools_is_a_call_and_its_result(call_id: str | None) -> None:
     tools = [{"type": "function", "name": "räume", "parameters": {}}]
@@ -156,7 +159,7 @@ def test_a_search_for_tools_is_a_call_and_its_result(call_id: str | None) -> Non
             ],
             "Done.\n[part of the message is encrypted]",
         ),
-        ([{"type": "encrypted_content", "encrypted_content": "x"}], "[the message is encrypted]"),
+        ([_ENCRYPTED], "[the message is encrypted]"),
     ],
 )
 def test_a_message_of_an_agent_is_one_of_the_user(parts: list[Item], text: str) -> None:
