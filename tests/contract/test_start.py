@@ -1,12 +1,26 @@
 """What the log of a server tells once it serves."""
 
 import asyncio
+import socket
 from typing import Any
 
 import pytest
 
 from tokenproxy.app.start import announce, bind
 from tokenproxy.settings import Settings
+
+
+@pytest.mark.parametrize("host, families", [("::", "46"), ("0.0.0.0", "4"), ("127.0.0.1", "4")])
+def test_all_addresses_are_those_of_ipv4_too(host: str, families: str) -> None:
+    try:
+        sockets = asyncio.run(bind(host, 0))
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    names = {socket.AF_INET: "4", socket.AF_INET6: "6"}
+    assert "".join(sorted(names[bound.family] for bound in sockets)) == families
+    assert len({bound.getsockname()[1] for bound in sockets}) == 1
+    for bound in sockets:
+        bound.close()
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,13 @@ from chat_tokenizer.errors import InvalidMessages, Stopped, TemplateUnsupported,
 
 PIECE = 2**18
 """Approximate number of characters in a piece."""
+MAX_PIECE = 2**22
+"""Most characters in one call of the tokenizer, which takes 100 to 200 bytes of memory for each."""
 _LETTERS = r"A-Za-z\u4e00-\u9fa5"
 _AFTER = (rf"[ \n][{_LETTERS}]", "[0-9]")
 """Matches the text after a cut."""
+_AHEAD = 2
+"""Characters after a cut that these match, at most."""
 _NUMBER_LENGTHS = (r"\p{N}", r"\p{N}{1,3}")
 _SUFFIXES = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -140,7 +144,8 @@ class Cutter:
         """The pieces of a text. A text that cannot be cut is a single piece."""
         start = 0
         while self._places is not None and len(text) - start > PIECE:
-            place = self._places.search(text, start + PIECE)
+            # a longer piece is refused, and a search holds the GIL for a second per 20 MB
+            place = self._places.search(text, start + PIECE, start + MAX_PIECE + _AHEAD)
             if place is None:
                 break
             yield text[start : place.start()]
@@ -241,10 +246,6 @@ def _space_of(step: dict[str, Any]) -> str:
     if step.get("type") == "Replace" and step.get("content") == " " and isinstance(pattern, dict):
         return str(pattern.get("String") or "")
     return str(step.get("suffix") or "") if step.get("type") == "BPEDecoder" else ""
-
-
-MAX_PIECE = 2**22
-"""Most characters in one call of the tokenizer, which takes 100 to 200 bytes of memory for each."""
 
 
 @dataclass(frozen=True, slots=True)

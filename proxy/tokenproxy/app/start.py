@@ -57,16 +57,21 @@ def limit_freed_memory() -> None:
 async def bind(host: str, port: int) -> list[socket.socket]:
     """Bind the sockets of an address, before engines are asked and workers start. Nothing listens yet.
 
+    `::` stands for all addresses, those of IPv4 too: there is a
+    socket for each, because those that asyncio makes for IPv6 take nothing else.
+
     Raises:
         OSError: an address is taken, or is none of this machine; the message says what to do.
     """
     loop = asyncio.get_running_loop()
     try:
         server = await loop.create_server(asyncio.Protocol, host, port, start_serving=False)
+        sockets = [bound.dup() for bound in server.sockets]
+        server.close()
+        if host == "::":
+            sockets += await bind("0.0.0.0", sockets[0].getsockname()[1])
     except OSError as error:
         raise OSError(f"{host}, port {port}: {error.strerror}: pass another --port or --host") from error
-    sockets = [bound.dup() for bound in server.sockets]
-    server.close()
     return sockets
 
 

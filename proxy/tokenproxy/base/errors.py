@@ -7,6 +7,7 @@
     ├── NotFound           404  no such model, session or route
     ├── BodyTimeout        408  the request body did not arrive in time
     ├── BodyTooLarge       413  the request body is over the limit
+    ├── BodyEncoded        415  the request body is compressed
     ├── Overloaded         429  a queue is full, or the request waited too long; sent with Retry-After
     ├── HeadTooLarge       431  the request line and headers are over the limit
     ├── Unsupported        501  no engine supports the request; the message names what to upgrade or enable
@@ -146,6 +147,17 @@ class BodyTooLarge(ApiError):
 
     status = 413
     kind = "RequestEntityTooLargeError"
+
+
+class BodyEncoded(ApiError):
+    """The request body is compressed."""
+
+    status = 415
+    kind = "UnsupportedMediaTypeError"
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """The response's headers, with the content codings that a request may have."""
+        return [*super().headers(), (b"accept-encoding", b"identity")]
 
 
 class Overloaded(ApiError):

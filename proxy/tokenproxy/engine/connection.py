@@ -256,7 +256,9 @@ class Connection(asyncio.Protocol):
         """The head of the response is complete."""
         assert self._parser is not None  # it calls
         status = self._parser.get_status_code()
-        self._informational = 100 <= status < 200 and status != 101
+        if not 100 <= status < 600 or status == 101:  # no request asks for another protocol
+            raise BrokenOff(f"its status is {status}")
+        self._informational = status < 200
         if self._informational:
             return
         self.status = status

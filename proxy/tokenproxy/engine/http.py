@@ -67,6 +67,8 @@ _NOT_RETURNED = _HOP_BY_HOP | {b"date", b"server"}
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods that change nothing, so that their requests can be sent again."""
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
+_NO_BODY = (204, 304)
+"""Statuses of responses that end with their head, whatever length they announce."""
 
 
 class HttpEngine:
@@ -150,9 +152,9 @@ class HttpEngine:
         """The request line and the headers."""
         lines = [f"{request.method} {self._path}{request.path} HTTP/1.1".encode("latin-1")]
         lines.append(b"host: " + self._authority)
-        own = self._authorization
+        own, not_sent = self._authorization, _NOT_SENT | _connection_options(request.headers)
         for name, value in request.headers:
-            if name not in _NOT_SENT and (own is None or name != b"authorization"):
+            if name not in not_sent and (own is None or name != b"authorization"):
                 lines.append(b"%b: %b" % (name, value))
         if own is not None:
             lines.append(b"authorization: " + own)
@@ -252,6 +254,12 @@ class HttpEngine:
             raise EngineUnavailable(f"no engine responds at {self.name}: {error}{hint}") from error
 
 
+def _connection_options(headers: Headers) -> set[bytes]:
+    """The headers that `Connection` names: they end at the next hop (RFC 9110, 7.6.1)."""
+    values = [value for name, value in headers if name == b"connection"]
+    return {option.strip().lower() for value in values for option in value.split(b",")}
+
+
 def _is_address(host: str) -> bool:
     try:
         ipaddress.ip_address(host)
@@ -265,7 +273,10 @@ class HttpResponse:
 
     def __init__(self, connection: Connection, engine: HttpEngine) -> None:
         self.status = connection.status
-        self.headers: Headers = [pair for pair in connection.headers if pair[0] not in _NOT_RETURNED]
+        left_out = _NOT_RETURNED | _connection_options(connection.headers)
+        if self.status in _NO_BODY:
+            left_out |= {b"content-length"}
+        self.headers: Headers = [pair for pair in connection.headers if pair[0] not in left_out]
         self._connection: Connection | None = connection
         self._engine = engine
         self._suspended_s = engine.suspended_seconds()

@@ -16,7 +16,7 @@ The position of a change is known if the fleet was paused while the version chan
 an engine that is paused has sent all that it sampled before. It is never estimated.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -34,7 +34,7 @@ class SharedError(Unavailable):
 
 
 class SharedWords(Protocol):
-    """Words that the processes of a fleet share. Both methods may raise SharedError."""
+    """Words that the processes of a fleet share. All methods may raise SharedError."""
 
     shared: bool
     """Whether other processes may use the store."""
@@ -45,6 +45,10 @@ class SharedWords(Protocol):
 
     async def write(self, name: str, word: str | None) -> None:
         """Keep a word in place of the one before; None forgets it."""
+        ...
+
+    async def wait(self, work: Awaitable[object]) -> None:
+        """Wait for work of this process no longer than a request may wait for words."""
         ...
 
 

@@ -170,7 +170,11 @@ class Weights:
         if self.words is None or not self.words.shared:
             return True
         begun = self._reads_begun
-        async with self._words_lock:
+        try:
+            await self.words.wait(self._words_lock.acquire())
+        except SharedError:
+            return False  # a read of before still waits for the store
+        try:
             if self._last_read > begun:
                 return self._readable  # that of another request, which began after this call
             self._reads_begun = number = self._reads_begun + 1
@@ -193,6 +197,8 @@ class Weights:
                     self._learn(state)
             self._last_read, self.outdated, self._read_at = number, False, self._clock()
             return self._readable
+        finally:
+            self._words_lock.release()
 
     async def explains_silence(self, replica: Replica) -> bool:
         """Whether a replica that sends nothing is paused, by a proxy of the fleet or by somebody else."""

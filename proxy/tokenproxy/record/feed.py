@@ -1,7 +1,8 @@
 """The feed: its consumers, and what each process does for it in the background.
 
 Consumers are values of the store that tell how far each has read. One that neither reads nor acknowledges for
-as long as rollouts are kept is forgotten.
+as long as rollouts are kept is forgotten together with rollouts of that age, which a clock that is set
+does not remove.
 
 In the background, idle rollouts are finished, consumers are reported, and requests that wait for the feed to
 grow are woken: they share one poll of the store, which other processes write too.
@@ -23,6 +24,8 @@ from tokenproxy.record.vocabulary import Cause
 
 CONSUMERS = "consumers"
 """Their space in a store; a name is `TENANT/NAME`, and a value an `Acknowledged` as MessagePack."""
+MOST_CONSUMERS = 64
+"""Of one tenant: their names are in the metrics."""
 LONGEST_INTERVAL_S = 30.0
 """Seconds between two searches for idle rollouts, unless a quarter of `finish_after_s` is less."""
 STEP = 128
@@ -77,13 +80,13 @@ def _read(store: Store, values: Mapping[str, bytes]) -> dict[str, Acknowledged]:
     return {name: consumer for name, consumer in read.items() if consumer is not None}
 
 
-async def acknowledge(store: Store, tenant: str, consumer: str, position: int) -> int:
+async def acknowledge(store: Store, tenant: str, consumer: str, position: int) -> int | None:
     """Note that a consumer has everything up to a position. It becomes known with its first call.
 
     A position beyond the end counts as the end. A position before the acknowledged one changes nothing.
 
     Returns:
-        the position that is acknowledged now.
+        the position that is acknowledged now; None for a new consumer of a tenant that has too many.
 
     Raises:
         StoreError: the store does not respond.
@@ -93,14 +96,24 @@ async def acknowledge(store: Store, tenant: str, consumer: str, position: int) -
         values = await store.get(CONSUMERS, [name])
         before = _read(store, values).get(name, Acknowledged(0, 0.0))
         now = Acknowledged(max(before.position, min(position, end)), time.time())
-        new, keep_s = msgspec.msgpack.encode(now), store.limits.max_age_s
-        if await store.put(CONSUMERS, name, new, keep_s=keep_s, before=values.get(name)):
+        new = msgspec.msgpack.encode(now)
+        if await store.put(CONSUMERS, name, new, before=values.get(name), most=MOST_CONSUMERS):
             return now.position
+        if not values and not await store.get(CONSUMERS, [name]):
+            return None
 
 
 async def forget(store: Store, tenant: str, consumer: str) -> bool:
     """Remove a consumer. False if it is not known. Raises StoreError."""
     return await store.put(CONSUMERS, f"{tenant}/{consumer}", None)
+
+
+async def forget_silent(store: Store, before: float) -> None:
+    """Remove the consumers that neither read nor acknowledged since a time. Raises StoreError."""
+    values = await store.get(CONSUMERS)
+    for name, consumer in _read(store, values).items():
+        if consumer.at < before:
+            await store.put(CONSUMERS, name, None, before=values[name])
 
 
 async def consumers(store: Store, tenant: str | None = None) -> list[Consumer]:

@@ -370,7 +370,14 @@ class Store(Protocol):
         ...
 
     async def put(
-        self, space: str, name: str, value: bytes | None, *, keep_s: float | None = None, before: Before = ...
+        self,
+        space: str,
+        name: str,
+        value: bytes | None,
+        *,
+        keep_s: float | None = None,
+        before: Before = ...,
+        most: int = ALL,
     ) -> bool:
         """Keep a value in place of the one before. Values that expire first are dropped if a space is full.
 
@@ -380,6 +387,8 @@ class Store(Protocol):
             keep_s: seconds after which it expires; None for never.
             before: change nothing if the value that is there is another one; None for no value, or one that
                 cannot be read.
+            most: change nothing if the name has no value and so many names of its group have one. A group
+                are the names that are equal up to their last slash.
 
         Returns:
             whether it is kept: False too if it alone exceeds the limit of the space. For None, whether

@@ -28,18 +28,24 @@ _of_request: ContextVar["StoreTime | None"] = ContextVar("store_time", default=N
 
 
 class StoreTime:
-    """The remaining time of a request. In a `with`, of the block and of the tasks that it creates."""
+    """The remaining time of a request. In a `with`, of the block and of the tasks that it creates.
 
-    __slots__ = ("_before", "left")
+    What an inner block uses is also used of the outer one: the request waits no longer altogether.
+    """
+
+    __slots__ = ("_before", "_outer", "_seconds", "left")
 
     def __init__(self, seconds: float) -> None:
-        self.left = seconds
+        self.left = self._seconds = seconds
 
     def __enter__(self) -> None:
+        self._outer = _of_request.get()
         self._before = _of_request.set(self)
 
     def __exit__(self, *error: object) -> None:
         _of_request.reset(self._before)
+        if self._outer is not None:
+            self._outer.left -= self._seconds - self.left
 
 
 def add_store_time(seconds: float) -> None:

@@ -130,7 +130,10 @@ class EngineSettings(_Group):
 class ServerSettings(_Group):
     """The address of the proxy, its API keys, what it accepts, how it stops, and its log."""
 
-    host: str = Field(default="127.0.0.1", description="address to listen on")
+    host: str = Field(
+        default="127.0.0.1",
+        description="address to listen on; `::` for all of IPv6 and IPv4, `0.0.0.0` for all of IPv4",
+    )
     port: int = Field(default=PORT, ge=0, le=65535, description="port to listen on; 0 picks a free one")
     workers: int = Field(
         default=1,

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from tokenproxy.record.feed import acknowledged_by_all
+from tokenproxy.record.feed import acknowledged_by_all, forget_silent
 from tokenproxy.record.store import Evicted, Session, Store, Time
 
 _PAGE = 64
@@ -104,7 +104,7 @@ class Eviction:
         )
 
     async def of_old(self, now: float) -> Evicted:
-        """Evict rollouts that are too old, if that can be told yet.
+        """Evict rollouts and forget consumers that are too old, if that can be told yet.
 
         Args:
             now: what the clock of the store shows. Other processes learn that it was set.
@@ -120,7 +120,10 @@ class Eviction:
             if await store.put(_CLOCK, "", msgspec.msgpack.encode(_ClockRecord(now, since)), before=held):
                 break
         oldest = now - store.limits.max_age_s
-        return await self.run(too_old=oldest if oldest >= since else 0.0)
+        if oldest < since:
+            return await self.run()
+        await forget_silent(store, oldest)
+        return await self.run(too_old=oldest)
 
     def clock_was_set(self, now: float) -> bool:
         """Whether the clock, which shows `now`, was set since the last call."""

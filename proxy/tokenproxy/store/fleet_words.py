@@ -1,8 +1,11 @@
 """The words that the processes of a fleet share, in a store: a `SharedWords` of `fleet/weight_state.py`."""
 
+from collections.abc import Awaitable
+from time import monotonic
+
 from tokenproxy.fleet.weight_state import SharedError
 from tokenproxy.record.store import Store, StoreError
-from tokenproxy.record.store_time import REQUEST_S, StoreTime, running_store_time
+from tokenproxy.record.store_time import REQUEST_S, StoreTime, running_store_time, within
 
 
 class StoredWords:
@@ -36,3 +39,13 @@ class StoredWords:
                 await self._store.put(self._space, name, None if word is None else word.encode())
         except StoreError as error:
             raise SharedError(str(error)) from error
+
+    async def wait(self, work: Awaitable[object]) -> None:
+        """See `SharedWords.wait`."""
+        limit, began = running_store_time(), monotonic()
+        try:
+            await within(max(0.0, limit.left), work)
+        except TimeoutError as error:
+            raise SharedError("the request has waited for the store as long as it may") from error
+        finally:
+            limit.left -= monotonic() - began

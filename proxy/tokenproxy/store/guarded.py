@@ -212,14 +212,22 @@ class GuardedStore:
         return found
 
     async def put(
-        self, space: str, name: str, value: bytes | None, *, keep_s: float | None = None, before: Before = ...
+        self,
+        space: str,
+        name: str,
+        value: bytes | None,
+        *,
+        keep_s: float | None = None,
+        before: Before = ...,
+        most: int = ALL,
     ) -> bool:
         """See `Store.put`. False for a document that the store does not take in time: it is stored later."""
         waiting = self._backlog.documents if space == DOCUMENTS else {}
         if value is None and waiting.pop(name, None) is not None:
             return True
         try:
-            return await self._call("put", self._store.put, space, name, value, keep_s=keep_s, before=before)
+            limits: dict[str, Any] = {"keep_s": keep_s, "before": before, "most": most}
+            return await self._call("put", self._store.put, space, name, value, **limits)
         except RecordRefused:
             raise  # it would be refused again
         except StoreError as error:

@@ -201,12 +201,26 @@ class RedisStore:
         return FeedPage(last if tenant is None else own_end, waiting, sessions)
 
     async def put(
-        self, space: str, name: str, value: bytes | None, *, keep_s: float | None = None, before: Before = ...
+        self,
+        space: str,
+        name: str,
+        value: bytes | None,
+        *,
+        keep_s: float | None = None,
+        before: Before = ...,
+        most: int = ALL,
     ) -> bool:
         """See `Store.put`."""
         now = time.time()
         expires = "+inf" if keep_s is None else repr(now + keep_s)
-        args: list[Any] = [name, await pack_value(value), expires, repr(now), self.limits.bytes_of(space)]
+        args: list[Any] = [
+            name,
+            await pack_value(value),
+            expires,
+            repr(now),
+            self.limits.bytes_of(space),
+            most,
+        ]
         if before is not ...:
             args.append(await pack_value(before))
         kept = bool(await self._servers.run(scripts.PUT, _space_keys(space), *args))

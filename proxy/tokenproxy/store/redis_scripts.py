@@ -180,14 +180,23 @@ local function drop(name)
     redis.call('HDEL', KEYS[1], name)
     redis.call('ZREM', KEYS[2], name)
 end
-local name, value, expires, now, most, before = unpack(ARGV)
+local name, value, expires, now, most_bytes, most, before = unpack(ARGV)
 for _, expired in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, 500)) do
     drop(expired)
 end
 local there = tonumber(redis.call('ZSCORE', KEYS[2], name) or 0) > tonumber(now)
 local held = there and redis.call('HGET', KEYS[1], name) or ''
-if (before and held ~= before) or #value > tonumber(most) then
+if (before and held ~= before) or #value > tonumber(most_bytes) then
     return 0
+end
+if held == '' and tonumber(most) < 2147483647 then
+    local group, count = name:match('^.*/') or '', 0
+    for _, other in ipairs(redis.call('HKEYS', KEYS[1])) do
+        count = count + (other:sub(1, #group) == group and 1 or 0)
+    end
+    if count >= tonumber(most) then
+        return 0
+    end
 end
 if value == '' then
     drop(name)
@@ -196,13 +205,14 @@ end
 add(#value - redis.call('HSTRLEN', KEYS[1], name))
 redis.call('HSET', KEYS[1], name, value)
 redis.call('ZADD', KEYS[2], expires, name)
-while tonumber(redis.call('GET', KEYS[3])) > tonumber(most) do
+while tonumber(redis.call('GET', KEYS[3])) > tonumber(most_bytes) do
     drop(redis.call('ZRANGE', KEYS[2], 0, 0)[1])
 end
 return 1
 """
 """Keys: values, expiry and bytes of a space. Arguments: name, value or '' to remove it, time at which it
-expires, now, bytes that the space may hold; if it matters, the value that must be there, or '' for none.
+expires, now, bytes that the space may hold, `most` of `Store.put`; if it matters, the value that must be
+there, or '' for none.
 Reply: 1 if it is kept, or was removed."""
 
 GET = """

@@ -156,15 +156,22 @@ class SqliteStore:
         return await self._database.read(work)
 
     async def put(
-        self, space: str, name: str, value: bytes | None, *, keep_s: float | None = None, before: Before = ...
+        self,
+        space: str,
+        name: str,
+        value: bytes | None,
+        *,
+        keep_s: float | None = None,
+        before: Before = ...,
+        most: int = ALL,
     ) -> bool:
         """See `Store.put`."""
-        now, most = time.time(), self.limits.bytes_of(space)
+        now, most_bytes = time.time(), self.limits.bytes_of(space)
         wanted = before if before is ... else await pack_value(before)
         packed, expires = await pack_value(value), inf if keep_s is None else now + keep_s
         row = (space, name, expires, packed)
         return await self._database.write(
-            lambda connection: tables.put(connection, row, now, most, wanted), len(packed)
+            lambda connection: tables.put(connection, row, now, most_bytes, wanted, most), len(packed)
         )
 
     async def get(

@@ -16,6 +16,7 @@ import msgspec
 from msgspec.structs import asdict
 
 from tokenproxy.record.store import (
+    ALL,
     DAMAGED,
     DESCRIPTION,
     LAST_POSITION,
@@ -326,8 +327,10 @@ Kept = tuple[str, str, float, bytes]
 there."""
 
 
-def put(connection: sqlite3.Connection, row: Kept, now: float, most: int, before: Before) -> bool:
-    """See `Store.put`. `most`: bytes that the space may hold; `before`: packed, empty for no value."""
+def put(
+    connection: sqlite3.Connection, row: Kept, now: float, most_bytes: int, before: Before, most: int
+) -> bool:
+    """See `Store.put`. `most_bytes`: that the space may hold; `before`: packed, empty for no value."""
     space, name, _, value = row
     expired = "SELECT rowid FROM kept WHERE space = ? AND expires <= ? ORDER BY expires LIMIT ?"
     delete = "DELETE FROM kept WHERE rowid IN "
@@ -335,14 +338,19 @@ def put(connection: sqlite3.Connection, row: Kept, now: float, most: int, before
     query = "SELECT CAST(value AS BLOB) FROM kept WHERE space = ? AND name = ? AND expires > ?"
     held = connection.execute(query, (space, name, now)).fetchone()
     there = b"" if held is None or (before == b"" and is_damaged(held[0])) else held[0]
-    if len(value) > most or before not in (..., there):
+    if len(value) > most_bytes or before not in (..., there):
         return False
+    if held is None and most < ALL:
+        group = name[: name.rfind("/") + 1]
+        count = "SELECT count(*) FROM kept WHERE space = ? AND substr(name, 1, ?) = ?"
+        if connection.execute(count, (space, len(group), group)).fetchone()[0] >= most:
+            return False
     connection.execute("DELETE FROM kept WHERE space = ? AND name = ?", (space, name))
     if not value:
         return held is not None
     connection.execute("INSERT INTO kept VALUES (?, ?, ?, ?)", row)
     first = "SELECT rowid FROM kept WHERE space = ? ORDER BY expires, rowid LIMIT 1"
     query = "SELECT bytes FROM kept_bytes WHERE space = ?"
-    while connection.execute(query, (space,)).fetchone()[0] > most:
+    while connection.execute(query, (space,)).fetchone()[0] > most_bytes:
         connection.execute(f"{delete} ({first})", (space,))
     return True

@@ -16,6 +16,7 @@ from urllib.parse import unquote
 
 from tokenproxy.base.errors import (
     ApiError,
+    BodyEncoded,
     BodyTimeout,
     BodyTooLarge,
     EngineBroken,
@@ -114,6 +115,8 @@ class Endpoint:
             if recorded is None:
                 raise
             tenant = recorded
+        if not self.route.catches_all:
+            _check_encoding(scope)
         settings = services.settings
         # in front of vLLM a middleware does; which pages may use its own routes, vLLM's settings tell
         if self._inside_vllm and not tenant and isinstance(self.route, StoreRoute):
@@ -164,6 +167,17 @@ class Endpoint:
         finally:
             if response is not None:
                 await response.aclose()
+
+
+def _check_encoding(scope: Scope) -> None:
+    """Raise BodyEncoded for a body that is not sent as it is."""
+    for name, value in scope["headers"]:
+        if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+            coding = value.decode("latin-1")
+            raise BodyEncoded(
+                f"the request body has the `Content-Encoding` {coding}: send it without one",
+                param="Content-Encoding",
+            )
 
 
 def _lacks(scope: Scope, needed: KeyScope) -> Forbidden:

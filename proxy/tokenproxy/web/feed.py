@@ -18,7 +18,7 @@ from tokenproxy.base.fields import parse, read
 from tokenproxy.base.http import Request, Response, json_response
 from tokenproxy.monitoring.exchange import waiting
 from tokenproxy.record import feed
-from tokenproxy.record.feed import Acknowledged, Consumer
+from tokenproxy.record.feed import MOST_CONSUMERS, Consumer
 from tokenproxy.record.store import LAST_POSITION, Store
 from tokenproxy.samples.feed import (
     FeedFilter,
@@ -36,8 +36,6 @@ from tokenproxy.web.gate import check_page
 from tokenproxy.web.keys import KeyScope
 from tokenproxy.web.parameters import Query, check_name, refused_as
 
-MOST_CONSUMERS = 64
-"""Of one tenant: their names are in the metrics."""
 MOST_ROLLOUTS = 1000
 LONGEST_WAIT_S = 300.0
 
@@ -114,8 +112,7 @@ class FeedAcknowledge(StoreRoute):
         if cursor is None:
             raise BadRequest.of("cursor", "is required: that of the last rollout you processed")
         name, position = check_name(consumer, "consumer"), _position(cursor, "cursor")
-        await _acknowledged(store, request.tenant, name)
-        acknowledged = await feed.acknowledge(store, request.tenant, name, position)
+        acknowledged = await _acknowledge(store, request.tenant, name, position)
         return json_response({"consumer": name, "cursor": str(acknowledged)})
 
 
@@ -193,16 +190,16 @@ async def _read_or_wait(
 
 async def _register(store: Store, tenant: str, name: str) -> int:
     """The position that a consumer acknowledged. It is registered when it reads for the first time."""
-    acknowledged = await _acknowledged(store, tenant, name)
-    if acknowledged is None or abs(time.time() - acknowledged.at) > _NOTED_S:
-        await feed.acknowledge(store, tenant, name, 0)
-    return acknowledged.position if acknowledged else 0
-
-
-async def _acknowledged(store: Store, tenant: str, name: str) -> Acknowledged | None:
-    """How far a consumer has read; None for a new one. Raises BadRequest if the tenant has too many."""
     acknowledged = await feed.acknowledged(store, tenant, name)
-    if acknowledged is None and len(await feed.consumers(store, tenant)) >= MOST_CONSUMERS:
+    if acknowledged is None or abs(time.time() - acknowledged.at) > _NOTED_S:
+        return await _acknowledge(store, tenant, name, 0)
+    return acknowledged.position
+
+
+async def _acknowledge(store: Store, tenant: str, name: str, position: int) -> int:
+    """See `feed.acknowledge`. Raises BadRequest if the tenant has too many consumers."""
+    acknowledged = await feed.acknowledge(store, tenant, name, position)
+    if acknowledged is None:
         raise BadRequest(
             f"there are {MOST_CONSUMERS} consumers: remove one with DELETE /v1/samples/consumers/NAME",
             param="consumer",

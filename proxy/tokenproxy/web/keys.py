@@ -190,7 +190,7 @@ class KeyFile:
     def __init__(self, path: Path) -> None:
         """Read the file. Raises KeyFileError."""
         self._path = path
-        self._stamp = _stamp(path)
+        self._stamp = self._seen = _stamp(path)
         self._keys: Mapping[str, tuple[bytes, ApiKey]] = {}
         self._use(read_keys(path))
 
@@ -203,9 +203,14 @@ class KeyFile:
         return found[1]
 
     def reload_if_changed(self) -> None:
-        """Read the file again if it changed. If it cannot be used, keep the keys and log why."""
-        stamp = _stamp(self._path)
-        if stamp == self._stamp:
+        """Read the file again if it changed. If it cannot be used, keep the keys and log why.
+
+        A file that is written in place may be cut between two entries, which looks whole: it is read once it
+        did not change from one call to the next. A file that replaced it is whole.
+        """
+        stamp, seen = _stamp(self._path), self._seen
+        self._seen = stamp
+        if stamp == self._stamp or (stamp != seen and stamp[-1:] == self._stamp[-1:]):
             return
         self._stamp = stamp
         try:
@@ -240,7 +245,7 @@ def _tenant(name: str) -> str:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """A value that changes when the file does; empty if there is no file."""
+    """A value that changes when the file does, with its inode at the end; empty if there is no file."""
     try:
         status = path.stat()
     except OSError:

@@ -102,6 +102,21 @@ async def test_responses_that_leave_the_connection_open(response: bytes, body: b
         assert (await _ask(engine))[1] == b"ok"
 
 
+@pytest.mark.parametrize("status", ["0", "000", "99", "101", "600", "999", "1000"])
+async def test_a_status_that_no_response_has_is_an_error(status: str) -> None:
+    odd = f"HTTP/1.1 {status} Odd\r\ncontent-length: 2\r\n\r\nok".encode()
+    async with _engine(_answering(odd)) as engine:
+        with pytest.raises(EngineBroken):
+            await _ask(engine)
+
+
+async def test_a_status_without_a_body_announces_none() -> None:
+    for status in (b"204 No Content", b"304 Not Modified"):
+        async with _engine(_answering(_OK.replace(b"200 OK", status))) as engine:
+            response, body = await _ask(engine)
+            assert (response.headers, body) == ([], b"")
+
+
 @pytest.mark.parametrize(
     "response", [b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nshort", _CHUNKED + b"2\r\nok\r\n"]
 )

@@ -42,6 +42,7 @@ async def test_end_to_end_headers_are_forwarded_unchanged(engine: HttpEngine, fa
         (b"user-agent", b"client/1"),
     ]
     hop_by_hop = [(b"connection", b"close"), (b"expect", b"100-continue"), (b"host", b"me")]
+    hop_by_hop += [(b"x-hop", b"1"), (b"connection", b"X-Hop , x-two"), (b"x-two", b"2")]
     await _ask(engine, Request("POST", "/anything", sent + hop_by_hop, b"{}"))
     names = {name for name, _ in sent}
     arrived = [(name.lower(), value) for name, value in fake.last("/anything").headers]
@@ -51,6 +52,7 @@ async def test_end_to_end_headers_are_forwarded_unchanged(engine: HttpEngine, fa
 
 async def test_hop_by_hop_response_headers_are_dropped(engine: HttpEngine, fake: FakeVllm) -> None:
     own = {"keep-alive": "timeout=5", "proxy-authenticate": "Basic", "trailer": "x", "server": "s"}
+    own |= {"connection": "keep-alive, X-Hop", "x-hop": "1"}
     others = {"x-other": "1", "content-type": "text/plain"}
     fake.canned["/anything"] = Canned(b"", 200, {**own, **others})
     response, _ = await _ask(engine, Request("GET", "/anything"))

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,9 @@ from tokenproxy.fleet.weight_calls import WeightCalls
 from tokenproxy.fleet.weight_state import Failure, FleetState, SharedError, read_state, write_state
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.store import Limits
+from tokenproxy.record.store_time import StoreTime
 from tokenproxy.store.fleet_words import StoredWords
+from tokenproxy.store.guarded import GuardedStore
 from tokenproxy.store.sqlite import SqliteStore
 
 _CHAT = "/v1/chat/completions"
@@ -397,3 +399,30 @@ async def test_the_state_in_a_store() -> None:
     await store.put("fleets/fleet/weights", "weights", b"{")
     with pytest.raises(SharedError):
         await read_state(words)
+
+
+async def test_a_request_waits_no_longer_for_a_store_that_hangs_because_another_read_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, hangs = SqliteStore(None, Limits()), asyncio.Event()
+
+    async def get(*args: Any, **options: Any) -> dict[str, bytes]:
+        await hangs.wait()
+        return {}
+
+    monkeypatch.setattr(store, "get", get)
+    guarded = GuardedStore(store, Metrics())
+    await guarded.open()
+    async with fleet_of(*engines(1)) as fleet:
+        fleet.weights.words = words = StoredWords(guarded, "fleet/weights")
+        other = asyncio.create_task(fleet.weights.refresh())
+        await settled()
+        for wait in (fleet.weights.refresh, words.read):
+            limit = StoreTime(0.01)
+            with limit, suppress(SharedError):
+                assert not await wait()
+            assert limit.left <= 0 and not other.done()
+        other.cancel()
+        fleet.weights.words = None
+    hangs.set()
+    await guarded.aclose()

@@ -83,14 +83,17 @@ async def test_a_clock_that_is_set_evicts_nothing_until_it_was_steady(
 ) -> None:
     async with opened(url, _LIMITS) as store:
         await add(store, make_turn("r"))
+        await feed.acknowledge(store, "", "c", 0)
         assert await store.evict() == Evicted()
         clock.wait(60.0)
         clock.set(days * _DAY)
         for _ in range(14):
             assert await store.evict() == Evicted()
+            assert await feed.acknowledged(store, "", "c")
             clock.wait(_DAY / 2)
         clock.wait(_DAY / 2)
         assert (await store.evict()).rollouts == (days > 0)  # set back, it was used in the future
+        assert len(await feed.consumers(store)) == (days < 0)
 
 
 async def test_one_process_tells_the_others(shared_url: str, clock: Clock) -> None:

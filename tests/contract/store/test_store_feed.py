@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.store_utils import add, bare, make_session, make_turn, opened
 from tokenproxy.record import feed
-from tokenproxy.record.feed import Consumer
+from tokenproxy.record.feed import MOST_CONSUMERS, Consumer
 from tokenproxy.record.store import Evicted, Limits, Store
 from tokenproxy.record.vocabulary import Cause
 
@@ -198,6 +198,28 @@ async def test_evicted_rollouts_that_nobody_read_are_counted(
         evicted = await store.evict()
         assert evicted == Evicted(4, 4, evicted.size, 1)
         assert await _read(store) == []
+
+
+async def test_consumers_that_begin_at_once_are_limited(shared_url: str) -> None:
+    """Each tenant has its own limit, and a consumer that is there is never refused."""
+    async with opened(shared_url) as first, opened(shared_url) as second:
+        stores = (first, second)
+
+        async def begin(tenant: str) -> list[int | None]:
+            names = [(stores[number % 2], f"c{number // 2}") for number in range(300)]
+            return await asyncio.gather(*(feed.acknowledge(store, tenant, name, 0) for store, name in names))
+
+        for tenant in ("", "t", "tt"):
+            taken = (await begin(tenant)).count(0)
+            assert MOST_CONSUMERS <= taken <= 2 * MOST_CONSUMERS  # some of both stores
+            listed = await feed.consumers(second, tenant)
+            assert len(listed) == MOST_CONSUMERS
+            for each in listed:
+                assert await feed.acknowledge(first, tenant, each.name, 0) == 0
+            assert await feed.acknowledge(first, tenant, "new", 0) is None
+        assert await feed.forget(first, "t", (await feed.consumers(first, "t"))[0].name)
+        assert await feed.acknowledge(second, "t", "new", 0) == 0
+        assert await feed.acknowledge(second, "tt", "new", 0) is None
 
 
 async def test_two_processes_share_feed_and_consumers(shared_url: str) -> None:

@@ -1,5 +1,6 @@
 """What a request's fields may hold: no request stops the others, or fills the memory."""
 
+import gzip
 import json
 from typing import Any
 
@@ -55,6 +56,16 @@ def test_what_holds_too_much_is_refused_by_its_field(
     assert answer.status_code == status
     assert field in (error.get("param"), *error["message"].split("`"))
     assert not fake.from_clients()
+
+
+@pytest.mark.parametrize("path", [_CHAT, "/v1/messages", _RESPONSES, "/v1/sessions", "/tokenize"])
+def test_a_compressed_body_is_refused_as_such(client: httpx.Client, fake: FakeVllm, path: str) -> None:
+    body = b'{"messages": [], "input": "Hi"}'
+    answer = client.post(path, content=gzip.compress(body), headers={"content-encoding": "gzip"})
+    assert (answer.status_code, answer.headers["accept-encoding"]) == (415, "identity")
+    assert "Content-Encoding" in answer.json()["error"]["message"] and not fake.from_clients()
+    assert ("type" in answer.json()) == (path == "/v1/messages")
+    assert client.post(path, content=body, headers={"content-encoding": "identity"}).status_code != 415
 
 
 def test_long_names_are_shortened_in_errors(client: httpx.Client) -> None:

@@ -14,9 +14,9 @@ from tests.support.scraping import Scrape
 from tests.support.talk import CHAT, user
 from tests.support.utils import run_proxy, run_server, send_and_keep, wait_until
 from tokenproxy.app.app import create_app
+from tokenproxy.record.feed import MOST_CONSUMERS
 from tokenproxy.settings import Settings
 from tokenproxy.turn.services import RunningRequests
-from tokenproxy.web.feed import MOST_CONSUMERS
 
 
 def test_rollouts_in_the_order_of_finishing(served: Feed) -> None:

@@ -1,6 +1,6 @@
 """The state of a fleet's weights in one process, with a store that can be read and sometimes written."""
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 
 from msgspec.structs import replace
 
@@ -23,6 +23,9 @@ class _Words:
             raise SharedError("OOM command not allowed when used memory > 'maxmemory'")
         assert word is not None
         self.words[name] = word
+
+    async def wait(self, work: Awaitable[object]) -> None:
+        await work
 
 
 async def test_a_version_that_could_not_be_written_is_not_forgotten_when_a_pause_ends() -> None:

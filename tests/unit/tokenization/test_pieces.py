@@ -112,3 +112,12 @@ def test_pieces_have_the_ids_of_the_whole_text(name: str) -> None:
 def test_a_tokenizer_that_may_merge_across_a_cut_is_not_cut(tokenizer: Tokenizer) -> None:
     text = "one two three 4 five" * 10
     assert list(_cutter(tokenizer).pieces(text)) == [text]
+
+
+def test_the_search_for_a_cut_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds the GIL; a piece that would be longer is refused. The last place that counts is found."""
+    monkeypatch.setattr(encoder, "PIECE", 10)
+    monkeypatch.setattr(encoder, "MAX_PIECE", 20)
+    cutter = _cutter(_tokenizer(_CUT["Qwen 3"]))
+    assert [len(piece) for piece in cutter.pieces("!" * 30 + "a b" * 10)] == [60]
+    assert [len(piece) for piece in cutter.pieces("a" * 20 + " b" + "!" * 5)] == [20, 7]

@@ -42,8 +42,14 @@ def test_a_broken_file_keeps_the_old_keys_and_is_logged_once(
     assert file.find(first.encode()) is not None and file.find(second.encode()) is not None
     for almost in (first[:-1], first + "0", first.upper(), first.rpartition("-")[0], ""):
         assert file.find(almost.encode()) is None
+    whole = path.read_text()
+    for text in (whole[: whole.rindex("- name")], whole):  # written in place, in two steps
+        path.write_text(text)
+        file.reload_if_changed()
+        assert file.find(second.encode()) is not None
     path.write_text("[]")
-    file.reload_if_changed()
+    for _ in range(2):
+        file.reload_if_changed()
     assert file.find(first.encode()) is None
 
 

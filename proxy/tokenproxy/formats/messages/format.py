@@ -143,18 +143,24 @@ def _tools_in_effect(request: MessagesRequest) -> list[tuple[str, Tool]]:
     return [defined for name, defined in tools.items() if name not in removed]
 
 
+_RUN_BY_CLIENTS = ("bash_", "text_editor_", "memory_", "computer_")
+"""Beginnings of the types of Anthropic's own tools that the client runs; its servers run the others."""
+
+
 def _chat_tool(path: str, tool: Tool) -> dict[str, Any]:
     """A tool as chat completions define it. Its schema is an object unless it has another type.
 
     Raises:
-        BadRequest: it has no schema: tools that Anthropic's servers run cannot run here.
+        BadRequest: it has no schema: its type stands for one of Anthropic's own.
     """
     if is_null(tool.input_schema):
         if tool.type in (None, "custom"):
             raise BadRequest(f"{path}.input_schema: required", param=f"{path}.input_schema")
+        problem = "run on Anthropic's servers only"
+        if (tool.type or "").startswith(_RUN_BY_CLIENTS):
+            problem = "have a schema that only Anthropic's models know"
         raise BadRequest(
-            f"{path}.type: tools of type {tool.type} run on Anthropic's servers only: define a tool with an "
-            "`input_schema`",
+            f"{path}.type: tools of type {tool.type} {problem}: define a tool with an `input_schema`",
             param=f"{path}.type",
         )
     try:

@@ -26,6 +26,8 @@ COMPACTIONS = ("compaction", "compaction_summary", "context_compaction")
 TRIGGER = "compaction_trigger"
 CUSTOM_INPUT = "input"
 """The one parameter of a custom tool. Names and texts are vLLM's."""
+_TOOL_SEARCH = "tool_search"
+"""The name of the function that stands for a search for tools."""
 _ROLES = ("user", "system", "developer", "assistant")
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -99,13 +101,23 @@ class _Messages:
         elif kind in _OUTPUTS:
             call, output = text_field(item, "call_id", at), content_of(item.get("output"), f"{at}.output")
             self.messages.append({"role": "tool", "tool_call_id": call, "content": output})
+        elif kind == "tool_search_call":
+            asked = item.get("arguments")
+            search = {**item, "name": _TOOL_SEARCH, "call_id": _search_id(item)}
+            self._add_call(search, asked if isinstance(asked, str) else _json(asked), at)
+        elif kind == "tool_search_output":
+            content = _json(item.get("tools") or [])
+            self.messages.append({"role": "tool", "tool_call_id": _search_id(item), "content": content})
+        elif kind == "agent_message":
+            self._add_agent_message(item, at)
         elif kind in COMPACTIONS:
             self._add_summary(item, at)
         else:
             raise BadRequest.of(
                 f"{at}.type",
                 f"is `{kind}`, which this server does not know: it takes messages, reasoning, "
-                "function calls, custom tool calls and their outputs, and compactions",
+                "function calls, custom tool calls, tool searches and their outputs, messages of agents, "
+                "and compactions",
             )
 
     def _add_message(self, item: Item, at: str) -> None:
@@ -139,6 +151,16 @@ class _Messages:
         function = {"name": name, "arguments": arguments}
         call = {"id": text_field(item, "call_id", at), "type": "function", "function": function}
         self._assistant(item, "tool_calls").setdefault("tool_calls", []).append(call)
+
+    def _add_agent_message(self, item: Item, at: str) -> None:
+        """Add what another agent of the client's wrote, as a message of the user that names both agents."""
+        parts = item.get("content")
+        read = [part for part in parts if not _is_encrypted(part)] if isinstance(parts, list) else parts
+        text = joined_text(read, f"{at}.content")
+        if isinstance(parts, list) and read != parts:
+            text += "\n[part of the message is encrypted]" if text else "[the message is encrypted]"
+        author, recipient = (item.get(name) or "agent" for name in ("author", "recipient"))
+        self.messages.append({"role": "user", "content": f"Message from {author} to {recipient}:\n{text}"})
 
     def _add_summary(self, item: Item, at: str) -> None:
         name = compaction_of(item.get("encrypted_content"))
@@ -209,6 +231,20 @@ def as_input(value: object) -> list[Item]:
 def flat_name(namespace: str, name: str) -> str:
     """The name that the model sees of a function in a namespace."""
     return f"{namespace}__{name}"
+
+
+def _is_encrypted(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "encrypted_content"
+
+
+def _search_id(item: Item) -> str:
+    """The id of a search for tools. One that a provider ran has none."""
+    call = item.get("call_id")
+    return call if isinstance(call, str) else _TOOL_SEARCH
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def wrapped_input(text: str) -> str:

@@ -102,6 +102,7 @@ _WRONG: list[tuple[str, dict[str, Any]]] = [
     ("tool_choice.type", {"tool_choice": {"type": "all"}}),
     ("tools[1].input_schema", {"tools": [_LOOK, {"name": "f", "input_schema": 5}]}),
     ("tools[0].type", {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}),
+    ("tools[0].type", {"tools": [{"type": "bash_20250124", "name": "bash"}]}),
 ]  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Input items as chat messages."""
 
+import json
 from typing import Any
 
 import pytest
@@ -129,3 +130,39 @@ def test_items_that_are_refused(value: Any, param: str) -> None:
     with pytest.raises(BadRequest) as refused:
         messages_of([], as_input(value), {})
     assert refused.value.param == param
+
+
+_ENCRYPTED = {"type": "encrypted_content", "encrypted_content": "x"}
+
+
+@pytest.mark.parametrize("call_id", ["call_1", None])
+def test_a_search_for_tools_is_a_call_and_its_result(call_id: str | None) -> None:
+    tools = [{"type": "function", "name": "räume", "parameters": {}}]
+    name = {"call_id": call_id, "execution": "client", "status": "completed"}
+    call: Item = {"type": "tool_search_call", "arguments": {"query": "ö", "limit": 2}, **name}
+    messages, _ = messages_of([], [call, {"type": "tool_search_output", "tools": tools, **name}], {})
+    said = call_id or "tool_search"
+    assert messages == [
+        _assistant(tool_calls=[_chat_call(said, "tool_search", '{"query": "ö", "limit": 2}')]),
+        {"role": "tool", "tool_call_id": said, "content": json.dumps(tools, ensure_ascii=False)},
+    ]
+
+
+@pytest.mark.parametrize(
+    "parts, text",
+    [
+        ([{"type": "input_text", "text": "Done."}], "Done."),
+        (
+            [
+                {"type": "input_text", "text": "Done."},
+                {"type": "encrypted_content", "encrypted_content": "x"},
+            ],
+            "Done.\n[part of the message is encrypted]",
+        ),
+        ([_ENCRYPTED], "[the message is encrypted]"),
+    ],
+)
+def test_a_message_of_an_agent_is_one_of_the_user(parts: list[Item], text: str) -> None:
+    item = {"type": "agent_message", "author": "/root/a", "recipient": "/root", "content": parts}
+    expected = {"role": "user", "content": f"Message from /root/a to /root:\n{text}"}
+    assert messages_of([], [item], {})[0] == [expected]
