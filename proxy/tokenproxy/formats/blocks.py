@@ -73,11 +73,11 @@ class Blocks(ABC, Generic[Sent]):
         self._waiting: list[Call] = []
         """Calls whose blocks have not begun."""
         self._late: dict[str, _Late] = {}
-        """Texts with their log-probabilities, by kind, that arrived while a call was open."""
+        """Texts with their log-probabilities, by kind, that arrived while a call was open; white space may stay."""
 
     def add_text(self, kind: str, text: str, sent: list[Sent], logprobs: Logprobs | None = None) -> None:
         """Add a piece of a text. `sent` gets the events that can be sent now."""
-        if self.open.__class__ is Call:
+        if self.open.__class__ is Call or kind in self._late:
             self._late.setdefault(kind, []).append((text, logprobs or []))
             self._go_on(sent)
             return
