@@ -21,6 +21,7 @@ Sent = TypeVar("Sent")
 """How a format writes its events."""
 Logprobs = list[dict[str, Any]]
 _Late = list[tuple[str, Logprobs]]
+"""Pieces of a text with their log-probabilities."""
 
 
 def is_object(text: str) -> bool:
@@ -73,7 +74,7 @@ class Blocks(ABC, Generic[Sent]):
         self._waiting: list[Call] = []
         """Calls whose blocks have not begun."""
         self._late: dict[str, _Late] = {}
-        """Texts with their log-probabilities, by kind, that arrived while a call was open; white space may stay."""
+        """By kind: what came while a call was open. White space may stay."""
 
     def add_text(self, kind: str, text: str, sent: list[Sent], logprobs: Logprobs | None = None) -> None:
         """Add a piece of a text. `sent` gets the events that can be sent now."""
