@@ -25,7 +25,7 @@ from tokenproxy.record.turn import new_id
 from tokenproxy.turn import parsing
 from tokenproxy.turn.parsing import LOGPROBS_MARK, Parsed
 from tokenproxy.turn.required_prefix import with_ids
-from tokenproxy.turn.wire import REFUSALS, UsualChunk
+from tokenproxy.turn.wire import REFUSALS, UsualChunk, calls_of
 
 log = logging.getLogger("tokenproxy")
 
@@ -105,6 +105,8 @@ class Redactor(StreamedAnswer):
         self.shows_all = visible.every_chunk
         self._route = route
         self._names_tokens = route is EngineRoute.GENERATE and visible.logprobs
+        self._named: set[tuple[int, int, str]] = set()
+        """Choices and positions of the calls whose id or name the client got, with the name of that field."""
 
     def whole(self, parsed: Parsed, body: bytes, read: Completion) -> bytes:
         """See `Answer.whole`."""
@@ -124,12 +126,39 @@ class Redactor(StreamedAnswer):
 
     def event(self, event: bytes, usual: UsualChunk | None, parsed: Parsed | None) -> bytes | None:
         """See `StreamedAnswer.event`. Raises EngineBroken if its data is not a JSON object."""
+        if parsed is not None and b'"tool_calls"' in event:
+            event, parsed = self._named_once(event, parsed)
         if self.shows_all and not self._holds_hidden_weights(event):
             return self._with_both_names(event)
         if usual is not None and (redacted := usual.redacted(self._visible)) is not None:
             return redacted
         shown = self.chunk(parsed or parsing.parse(event_data(event) or b""))
         return None if shown is None else replace_data(event, shown)
+
+    def _named_once(self, event: bytes, parsed: Parsed) -> tuple[bytes, Parsed]:
+        """A chunk without the ids and names that earlier pieces of its calls had: SDKs concatenate them."""
+        repeats, parts = False, parsed.completion.choices or ()
+        for part in parts:
+            pieces = calls_of(part.said)
+            calls = [call for call in part.said["tool_calls"] if isinstance(call, dict)] if pieces else ()
+            for piece, call in zip(pieces, calls, strict=True):
+                for holder, name in ((call, "id"), (call.get("function"), "name")):
+                    if not isinstance(holder, dict) or not holder.get(name):
+                        continue
+                    key = (part.index or 0, piece.position, name)
+                    if key in self._named:
+                        del holder[name]
+                        repeats = True
+                    self._named.add(key)
+        if not repeats:
+            return event, parsed
+        fields = _decoded(parsed)
+        if parsed.prompt is not None:
+            fields[_PROMPT] = msgspec.Raw(parsed.prompt)
+        choices = [each for each in _choices(fields) or () if isinstance(each, dict)]
+        shown = [each | {"delta": raw(part.said)} for each, part in zip(choices, parts, strict=True)]
+        data = msgspec.json.encode({**fields, "choices": shown})
+        return replace_data(event, data), msgspec.structs.replace(parsed, json=data)
 
     def chunk(self, parsed: Parsed) -> bytes | None:
         """A chunk of any shape with the fields that the client requested; None if it holds none of them."""

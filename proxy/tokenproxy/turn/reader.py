@@ -281,10 +281,10 @@ class _Sampled:
     def _add_call(self, piece: wire.CallPiece) -> None:
         call = self._calls.setdefault(piece.position, {"type": "function", "function": {}})
         function = call["function"]
-        if piece.id:
-            call["id"] = piece.id
+        if piece.id:  # the first counts: some engines repeat it, or make a new one for each piece
+            call.setdefault("id", piece.id)
         if piece.name:
-            function["name"] = piece.name
+            function.setdefault("name", piece.name)
         if piece.arguments is not None:
             function["arguments"] = function.get("arguments", "") + piece.arguments
 

@@ -147,10 +147,14 @@ def _said(message: Mapping[str, Any]) -> tuple[str, str, list[tuple[str, str]]]:
     calls: dict[int, list[str]] = {}
     for piece in wire.calls_of(dict(message)):
         name_and_arguments = calls.setdefault(piece.position, ["", ""])
-        name_and_arguments[0] += piece.name
+        name_and_arguments[0] = name_and_arguments[0] or piece.name
         name_and_arguments[1] += piece.arguments or ""
     reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
-    return message.get("content") or "", reasoning, [(name, text) for name, text in calls.values()]
+    return (
+        message.get("content") or "",
+        reasoning,
+        [(name, text) for _, (name, text) in sorted(calls.items())],
+    )
 
 
 # --- the answer of the next engine as the rest of the first one's

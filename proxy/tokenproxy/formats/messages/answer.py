@@ -5,22 +5,21 @@
     message_delta                                                         once, with stop reason and usage
     message_stop
 
-The blocks come in the order in which the model writes them. Text while a tool call is written waits until the
-call is complete, because blocks do not overlap.
+The blocks come in the order in which the model writes them, and do not overlap: see `formats.blocks`.
 """
 
 import secrets
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import msgspec
 
 from tokenproxy.base.errors import EngineBroken, anthropic_error
+from tokenproxy.formats.blocks import Blocks, Call, Logprobs, is_object
 from tokenproxy.formats.translated import Translation
 from tokenproxy.turn import wire
 
 _encode = msgspec.json.encode
-_is_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_is_json = msgspec.json.Decoder(msgspec.Raw).decode
 _DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":%b}\n\n'
 _TEXT = b'{"type":"text_delta","text":%b}'
 _THINKING = b'{"type":"thinking_delta","thinking":%b}'
@@ -42,20 +41,7 @@ class MessagesTranslation(Translation):
         super().__init__()
         self._model = model
         self._stop: int | str | None = None
-        self._block = ""
-        """The type of the open block; empty if none is open."""
-        self._blocks = 0
-        """Number of blocks that ended, which is the index of the open one."""
-        self._call = 0
-        """Index of the call that the open block writes."""
-        self._arguments: list[str] = []
-        """Of the last call."""
-        self._is_object = False
-        """Whether they begin as an object does, and are sent."""
-        self._late: list[str] = []
-        """Text that is not written yet: what arrived while a call was written."""
-        self._calls = 0
-        """Number of calls so far."""
+        self._content = _Content(self._call_id, self._signature)
 
     # --- a whole message
 
@@ -70,7 +56,7 @@ class MessagesTranslation(Translation):
             blocks.append({"type": "text", "text": text})
         calls = list(wire.calls_of(answer))
         for item, call in enumerate(calls):
-            block = {"type": "tool_use", "id": self._call_id(call, item), "name": call.name}
+            block = {"type": "tool_use", "id": self._call_id(call.id, item), "name": call.name}
             blocks.append({**block, "input": _input(call.arguments or "")})
         reason, sequence = stop_reason(
             self.finish, choice.stop_reason, tool_used=bool(calls), tool_complete=bool(calls)
@@ -98,81 +84,27 @@ class MessagesTranslation(Translation):
         ready: list[bytes] = []
         delta = choice.said
         if thought := self.thought(delta):
-            self._continue("thinking", ready)
-            ready.append(_DELTA % (self._blocks, _THINKING % _encode(thought)))
+            self._content.add_text("thinking", thought, ready)
         if text := wire.text_of(delta):
-            writes = self._block != "tool_use"
-            if writes:
-                self._continue("text", ready)
-            self._late.append(text)
-            if writes:
-                self._write_late(ready)
+            self._content.add_text("text", text, ready)
         for call in wire.calls_of(delta):
-            self._add_call(call, ready)
+            self._content.add_call(call, ready)
         return b"".join(ready)
 
     def finished(self) -> bytes:
         """See `Translation.finished`. Raises EngineBroken."""
         self._check_ended()
         ready: list[bytes] = []
-        self._close(ready)
-        if not self._blocks:
-            self._continue("text", ready)
-            self._close(ready)
-        complete = self._calls > 0 and _is_complete("".join(self._arguments))
+        self._content.end("completed", ready)
+        calls = self._content.calls.values()
+        complete = bool(calls) and all(call.complete for call in calls)
         reason, sequence = stop_reason(
-            self.finish or "stop", self._stop, tool_used=self._calls > 0, tool_complete=complete
+            self.finish or "stop", self._stop, tool_used=bool(calls), tool_complete=complete
         )
         delta = {"container": None, "stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
         ready.append(_event("message_delta", {"delta": delta, "usage": self._usage_so_far()}))
         ready.append(_event("message_stop", {}))
         return b"".join(ready)
-
-    def _add_call(self, call: wire.CallPiece, ready: list[bytes]) -> None:
-        continues = self._block == "tool_use" and self._call == call.position
-        if call.name and not (continues and not call.id):
-            self._close(ready)
-            block = {"type": "tool_use", "id": self._call_id(call, self._calls), "name": call.name}
-            self._open("tool_use", {**block, "input": {}}, ready)
-            self._calls, self._call = self._calls + 1, call.position
-            self._arguments, self._is_object = [], False
-            continues = True
-        if not call.arguments or not continues:
-            return
-        piece = call.arguments
-        self._arguments.append(piece)
-        if not self._is_object:  # nothing is sent of arguments that are no object: the SDK could not parse it
-            piece = "".join(self._arguments).lstrip()
-            self._is_object = piece.startswith("{")
-        if self._is_object:
-            ready.append(_DELTA % (self._blocks, _ARGUMENTS % _encode(piece)))
-
-    def _continue(self, kind: str, ready: list[bytes]) -> None:
-        """Open a block for text or thinking, unless it is open."""
-        if self._block != kind:
-            self._close(ready)
-            self._open(kind, _EMPTY_BLOCKS[kind], ready)
-
-    def _open(self, kind: str, block: dict[str, Any], ready: list[bytes]) -> None:
-        self._block = kind
-        ready.append(_event("content_block_start", {"index": self._blocks, "content_block": block}))
-
-    def _close(self, ready: list[bytes]) -> None:
-        """End the open block, and write the text that waited for it."""
-        if self._block == "thinking":
-            ready.append(_DELTA % (self._blocks, _SIGNATURE % _encode(self._signature())))
-        if self._block:
-            ready.append(_event("content_block_stop", {"index": self._blocks}))
-            self._block = ""
-            self._blocks += 1
-        if any(map(str.strip, self._late)):  # white space between calls is no answer; it waits for more
-            self._open("text", _EMPTY_BLOCKS["text"], ready)
-            self._write_late(ready)
-            self._close(ready)
-
-    def _write_late(self, ready: list[bytes]) -> None:
-        ready.append(_DELTA % (self._blocks, _TEXT % _encode("".join(self._late))))
-        self._late.clear()
 
     # --- errors
 
@@ -233,10 +165,51 @@ class MessagesTranslation(Translation):
         """The signature of the turn's thinking. Claude Code discards an answer whose thinking has none."""
         return self.tokens.token() if self.tokens is not None else "unsigned"
 
-    def _call_id(self, call: wire.CallPiece, item: int) -> str:
-        """The id under which the client gets a tool call; `item` is its index in the answer."""
-        own = call.id or f"toolu_{secrets.token_hex(12)}"
+    def _call_id(self, call: str, item: int) -> str:
+        """The id under which the client gets a tool call, of the engine's; `item` is its index."""
+        own = call or f"toolu_{secrets.token_hex(12)}"
         return self.tokens.call_id(own, item) if self.tokens is not None else own
+
+
+class _Content(Blocks[bytes]):
+    """The content of a streamed message."""
+
+    empty = "text"
+    keeps_blank = False
+
+    def __init__(self, call_id: Callable[[str, int], str], signature: Callable[[], str]) -> None:
+        super().__init__()
+        self._call_id = call_id
+        self._signature = signature
+        self._index = 0
+        """Of the open block."""
+        self._is_object = False
+        """Whether the arguments of the open call begin as an object does, and are sent."""
+
+    def _start(self, block: str | Call, sent: list[bytes]) -> None:
+        if isinstance(block, Call):
+            self._is_object = False
+            name = self._call_id(block.id, block.item)
+            shown = {"type": "tool_use", "id": name, "name": block.name, "input": {}}
+        else:
+            shown = _EMPTY_BLOCKS[block]
+        sent.append(_event("content_block_start", {"index": self._index, "content_block": shown}))
+
+    def _text(self, kind: str, text: str, logprobs: Logprobs, sent: list[bytes]) -> None:
+        sent.append(_DELTA % (self._index, (_TEXT if kind == "text" else _THINKING) % _encode(text)))
+
+    def _arguments(self, call: Call, arguments: str, sent: list[bytes]) -> None:
+        if not self._is_object:  # nothing is sent of arguments that are no object: the SDK could not parse it
+            arguments = "".join(call.pieces).lstrip()
+            self._is_object = arguments.startswith("{")
+        if self._is_object:
+            sent.append(_DELTA % (self._index, _ARGUMENTS % _encode(arguments)))
+
+    def _stop(self, block: str | Call, status: str, sent: list[bytes]) -> None:
+        if block == "thinking":
+            sent.append(_DELTA % (self._index, _SIGNATURE % _encode(self._signature())))
+        sent.append(_event("content_block_stop", {"index": self._index}))
+        self._index += 1
 
 
 def stop_reason(
@@ -246,7 +219,7 @@ def stop_reason(
 
     Args:
         tool_used: whether the model called a tool; a forced call ends with the reason `stop`.
-        tool_complete: whether its last call is complete. A call that a stop sequence cut must not run.
+        tool_complete: whether its calls are complete. A call that a stop sequence cut must not run.
     """
     if finish_reason == "length":
         return "max_tokens", None
@@ -261,20 +234,7 @@ def stop_reason(
 
 def _input(arguments: str) -> msgspec.Raw | dict[str, Any]:
     """The arguments as an object, spelled as they were sampled; empty if they are no object."""
-    try:
-        _is_object(arguments)
-    except msgspec.DecodeError:
-        return {}
-    return msgspec.Raw(arguments.encode())
-
-
-def _is_complete(text: str) -> bool:
-    """Whether a text is a complete JSON value."""
-    try:
-        _is_json(text)
-    except msgspec.DecodeError:
-        return False
-    return True
+    return msgspec.Raw(arguments.encode()) if is_object(arguments) else {}
 
 
 def _event(kind: str, fields: dict[str, Any]) -> bytes:

@@ -132,7 +132,8 @@ class ResponsesTranslation(Translation):
         """Complete the output and the response; returns the events for that."""
         reason = _INCOMPLETE.get(self.finish or "")
         status = "incomplete" if reason else "completed"
-        events = self._outputs.end(status)
+        events: list[Event] = []
+        self._outputs.end(status, events)
         self._set_final(status, self._outputs.items, "")
         if reason and not self.broken_off:
             self._final["incomplete_details"] = {"reason": reason}

@@ -1,11 +1,11 @@
 """The output items of a turn: reasoning, a message, tool calls, with the events that stream them.
 
-An item is open while pieces of it arrive. One is open at a time: the first piece of the next one closes it.
+An item is open while pieces of it arrive. One is open at a time: see `formats.blocks`.
 """
 
 from typing import Any, NamedTuple
 
-from tokenproxy.base.errors import EngineBroken
+from tokenproxy.formats.blocks import Blocks, Call, Logprobs
 from tokenproxy.formats.responses.items import Item, Names
 from tokenproxy.formats.responses.request import Tools, unwrapped_input
 from tokenproxy.record.turn import new_id
@@ -123,7 +123,7 @@ class _Call(_Open):
         """A call has no events before its first piece."""
         return []
 
-    def add(self, piece: str) -> list[Event]:
+    def add(self, piece: str, logprobs: Logprobs) -> list[Event]:
         """The events for the next piece of its arguments."""
         self._pieces.append(piece)
         return [] if self._custom else [self.event("function_call_arguments.delta", delta=piece)]
@@ -143,8 +143,10 @@ class _Call(_Open):
         return unwrapped_input(self.text) if self._custom else self.text
 
 
-class Output:
+class Output(Blocks[Event]):
     """The output of one turn, from the pieces of its message."""
+
+    empty = "content"
 
     def __init__(self, names: Names, tools: Tools, *, summary: bool, encrypted: bool) -> None:
         """An output without items.
@@ -154,18 +156,17 @@ class Output:
             summary: whether reasoning goes into the summary of its item, not into its content.
             encrypted: whether reasoning has encrypted content.
         """
+        super().__init__()
         self.items: list[Item] = []
         """Those that are complete."""
         self._names = names
         self._tools = tools
-        self._reasoning = _SUMMARY if summary else _REASONING
+        self._kinds = {
+            "reasoning": _SUMMARY if summary else _REASONING, "content": _MESSAGE, "refusal": _REFUSAL
+        }  # fmt: skip
         self._encrypted = encrypted
-        self._open: _Text | _Call | None = None
-        self._call_index: int | None = None
-        """Of the open call, as the engine counts."""
-        self._closed_calls: set[int] = set()
-        self._unnamed: dict[int, str] = {}
-        """Ids of calls whose names did not arrive yet."""
+        self._item: _Text | _Call
+        """Of the open block."""
 
     def add(self, message: dict[str, Any], thought: str, logprobs: list[Item]) -> list[Event]:
         """The events for the next piece of the message, or for a whole one.
@@ -174,81 +175,40 @@ class Output:
             thought: its reasoning.
 
         Raises:
-            EngineBroken: it continues a tool call that was followed by another one.
+            EngineBroken: it continues a tool call that has ended.
         """
         events: list[Event] = []
         if thought:
-            events += self._add_text(self._reasoning, thought, [])
+            self.add_text("reasoning", thought, events)
         if text := wire.text_of(message):
-            events += self._add_text(_MESSAGE, text, logprobs)
+            self.add_text("content", text, events, logprobs)
         if refusal := wire.text_of(message, "refusal"):
-            events += self._add_text(_REFUSAL, refusal, [])
+            self.add_text("refusal", refusal, events)
         for call in wire.calls_of(message):
-            events += self._add_call(call)
+            self.add_call(call, events)
         return events
 
-    def end(self, status: str) -> list[Event]:
-        """The events after the last piece. An output without items gets an empty message.
+    def _start(self, block: str | Call, sent: list[Event]) -> None:
+        index, names = len(self.items), self._names
+        if isinstance(block, Call):
+            kind = "custom_tool_call" if block.name in self._tools.custom else "function_call"
+            identity = names.call(block.id, block.item) if block.id else new_id()
+            self._item = _Call(names.item(kind, index), index, identity, block.name, self._tools)
+        else:
+            encrypted = names.encrypted(index) if self._encrypted and block == "reasoning" else None
+            name = names.item("reasoning" if block == "reasoning" else "message", index)
+            self._item = _Text(name, index, self._kinds[block], encrypted)
+        added = {"type": "response.output_item.added", "output_index": index}
+        sent += [{**added, "item": self._item.item("in_progress")}, *self._item.begin()]
 
-        So a client that sends the output back sends a turn.
+    def _text(self, kind: str, text: str, logprobs: Logprobs, sent: list[Event]) -> None:
+        sent += self._item.add(text, logprobs)
 
-        Args:
-            status: of the item that is open.
-        """
-        empty = not self.items and self._open is None
-        begun = self._begin(self._new_text(_MESSAGE)) if empty else []
-        return begun + self._close(status)
+    def _arguments(self, call: Call, arguments: str, sent: list[Event]) -> None:
+        sent += self._item.add(arguments, [])
 
-    def _add_text(self, kind: _Kind, text: str, logprobs: list[Item]) -> list[Event]:
-        events: list[Event] = []
-        opened = self._open
-        if not isinstance(opened, _Text) or opened.kind is not kind:
-            events = self._close("completed")
-            opened = self._new_text(kind)
-            events += self._begin(opened)
-        return events + opened.add(text, logprobs)
-
-    def _new_text(self, kind: _Kind) -> _Text:
-        index = len(self.items)
-        if kind in (_MESSAGE, _REFUSAL):
-            return _Text(self._names.item("message", index), index, kind, None)
-        encrypted = self._names.encrypted(index) if self._encrypted else None
-        return _Text(self._names.item("reasoning", index), index, kind, encrypted)
-
-    def _add_call(self, call: wire.CallPiece) -> list[Event]:
-        """The events for a piece of a call, or for a whole call."""
-        events: list[Event] = []
-        opened = self._open
-        if call.position != self._call_index or not isinstance(opened, _Call):
-            if call.position in self._closed_calls:
-                raise EngineBroken("the engine continued a tool call after it began another one")
-            own = self._names.call(call.id, call.position) if call.id else None
-            identity = own or self._unnamed.pop(call.position, None) or new_id()
-            if not call.name:
-                self._unnamed[call.position] = identity
-                return []
-            events = self._close("completed")
-            index, tools = len(self.items), self._tools
-            kind = "custom_tool_call" if call.name in tools.custom else "function_call"
-            name = self._names.item(kind, index)
-            opened = _Call(name, index, identity, call.name, tools)
-            events += self._begin(opened)
-            self._call_index = call.position
-        return events + opened.add(call.arguments) if call.arguments else events
-
-    def _begin(self, opened: _Text | _Call) -> list[Event]:
-        self._open = opened
-        added = {"type": "response.output_item.added", "output_index": opened.index}
-        return [{**added, "item": opened.item("in_progress")}, *opened.begin()]
-
-    def _close(self, status: str) -> list[Event]:
-        opened, self._open = self._open, None
-        if opened is None:
-            return []
-        if self._call_index is not None:
-            self._closed_calls.add(self._call_index)
-            self._call_index = None
-        item = opened.item(status)
+    def _stop(self, block: str | Call, status: str, sent: list[Event]) -> None:
+        item = self._item.item(status)
         self.items.append(item)
-        done = {"type": "response.output_item.done", "output_index": opened.index, "item": item}
-        return [*opened.end(), done]
+        done = {"type": "response.output_item.done", "output_index": self._item.index, "item": item}
+        sent += [*self._item.end(), done]

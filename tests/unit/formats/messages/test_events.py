@@ -33,7 +33,14 @@ _CASES: dict[str, tuple[list[parsing.Parsed], list[str]]] = {
     "text while a call is written": (
         [chunk(tool_calls=[call(0, "c1", "look", "{")]), chunk(content="x"),
          chunk(tool_calls=[call(0, arguments="}")]), chunk(content="y"), _END],
-        ["0 tool_use", "0 input_json: {", "0 input_json: }", "0 stop", "1 text", "1 text: xy", "1 stop"],
+        ["0 tool_use", "0 input_json: {", "0 input_json: }", "0 stop", "1 text", "1 text: x",
+         "1 text: y", "1 stop"],
+    ),
+    "white space after a call, and reasoning before the rest of the text": (
+        [chunk(tool_calls=[call(0, "c1", "look", "{}")]), chunk(content=" "), chunk(reasoning="so"),
+         chunk(content="a"), _END],
+        ["0 tool_use", "0 input_json: {}", "0 stop", "1 thinking", "1 thinking: so",
+         f"1 signature: {_SIGNATURE}", "1 stop", "2 text", "2 text:  a", "2 stop"],
     ),
     "white space and text between calls": (
         [chunk(tool_calls=[call(0, "c1", "look", "{}")]), chunk(content="\n"),

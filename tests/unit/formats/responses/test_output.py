@@ -20,7 +20,8 @@ def _call(index: int, call: Any = None, name: Any = None, arguments: Any = None)
 def _output(*parts: dict[str, Any]) -> tuple[Output, list[dict[str, Any]]]:
     made = Output(Names(_BASE), Tools(), summary=False, encrypted=False)
     events = [event for part in parts for event in made.add(part, "", [])]
-    return made, [*events, *made.end("completed")]
+    made.end("completed", events)
+    return made, events
 
 
 def _shown(output: Output) -> list[tuple[str, str]]:
@@ -40,8 +41,18 @@ def test_arguments_in_pieces() -> None:
 
 
 def test_a_call_that_goes_on_after_the_next_one() -> None:
+    begun = (_call(0, "c1", "f", "{"), _call(1, "c2", "f", "{}"))
+    assert _shown(_output(*begun, _call(0, None, None, "}"))[0]) == [("function_call", "{}")] * 2
     with pytest.raises(EngineBroken):
-        _output(_call(0, "c1", "f", "{"), _call(1, "c2", "f", "{}"), _call(0, None, None, "}"))
+        _output(_call(0, "c1", "f", "{}"), {"content": "a"}, _call(0, None, None, "{}"))
+
+
+def test_a_turn_that_is_cut_in_a_call_has_no_later_item_that_is_complete() -> None:
+    output = Output(Names(_BASE), Tools(), summary=False, encrypted=False)
+    for part in (_call(0, "c1", "f", "{"), _call(1, "c2", "f", "{}")):
+        output.add(part, "", [])
+    output.end("incomplete", [])
+    assert [item["status"] for item in output.items] == ["incomplete"] * 2
 
 
 def test_a_text_after_a_call() -> None:
