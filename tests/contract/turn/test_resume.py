@@ -1,6 +1,7 @@
 """A turn whose engine breaks off goes on from the ids sampled so far: one answer, one recorded turn."""
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import httpx
 import pytest
 
 from tests.support.fake_vllm import Canned, FakeVllm, Reply, Variant, data_of
+from tests.support.scraping import Scrape
 from tests.support.talk import CHAT, GENERATE, user
 from tests.support.tiny_model import SPLIT, TinyModel
 from tests.support.utils import run_proxy, wait_until
@@ -69,6 +71,12 @@ def _turn(client: httpx.Client, session: str) -> dict[str, Any]:
     return {**turn, "ids": sample["completion_ids"], "prompt": sample["prompt_ids"]}
 
 
+def _breaks(client: httpx.Client) -> dict[tuple[str, str], int]:
+    """Breaks of turns by their reason and their result."""
+    pattern = r'broken_turns_total\{reason="(\w+)",result="(\w+)"\} (\d+)'
+    return {(why, result): int(n) for why, result, n in re.findall(pattern, client.get("/metrics").text)}
+
+
 @_BOTH
 @pytest.mark.parametrize("how", ["reset", "close"])
 def test_a_stream_goes_on_elsewhere(tiny_model: TinyModel, variant: Variant, how: Any) -> None:
@@ -90,6 +98,7 @@ def test_a_stream_goes_on_elsewhere(tiny_model: TinyModel, variant: Variant, how
         assert (turn["ids"], turn["prompt"], turn["finish_reason"]) == (list(SPLIT), prompt, "stop")
         assert not turn.get("problem")
         assert [(each["start"], each["end"]) for each in turn["segments"]] == [(0, 2), (2, len(SPLIT))]
+        assert _breaks(two.client) == {("broken", "resumed"): 1}
 
 
 @_BOTH
@@ -383,13 +392,25 @@ def test_an_abort_that_is_asked_for_while_a_turn_waits(tiny_model: TinyModel) ->
             assert two.client.post("/pause?mode=abort").status_code == 200
             for engine in two.engines:
                 engine.release()
-            resumed = 'tokenproxy_broken_turns_total{reason="abort",result="resumed"} 1.0'
-            wait_until(lambda: resumed in two.client.get("/metrics").text)
+            wait_until(lambda: Scrape(two.client).value("requests_queued") == 1)
             assert two.client.post("/abort_requests", json={"abort_all": True}).status_code == 200
             assert two.client.post("/resume").status_code == 200
             answer.read()
         turn = _turn(two.client, "s")
         assert (turn["ids"], turn["finish_reason"]) == (list(SPLIT[:3]), "abort")
+        assert _breaks(two.client) == {("abort", "ended"): 1}
+
+
+def test_a_client_that_leaves_before_the_turn_goes_on(tiny_model: TinyModel) -> None:
+    with _two(tiny_model, Variant.CHAT) as two:
+        two.script(Reply(ids=SPLIT, break_at=3), Reply(ids=SPLIT[2:], hold_at=0))
+        body = {"messages": [user("Hi")], "stream": True}
+        with two.client.stream("POST", CHAT, json=body, headers={"x-session-id": "s"}):
+            wait_until(lambda: sum(engine.held for engine in two.engines))
+        wait_until(lambda: _breaks(two.client))
+        assert sum(_breaks(two.client).values()) == 1
+        assert {result for _, result in _breaks(two.client)} == {"ended"}
+        assert _turn(two.client, "s")["ids"] == list(SPLIT[:2])
 
 
 def test_a_full_replica_is_asked_again(tiny_model: TinyModel) -> None:
