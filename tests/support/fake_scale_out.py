@@ -138,11 +138,15 @@ def derendered_chunk_of(model: TinyModel, reply: Reply, body: dict[str, Any]) ->
         delta: dict[str, Any] = {"role": None, "content": None, "reasoning": None}
         if not state["role_sent"]:
             delta |= {"role": "assistant", **first_delta(one)}
-        if "content" not in one.message:
+        if one.deltas:
+            before = len(state["output_token_ids"])
+            delta |= _merged(one.deltas[before : before + len(source["token_ids"])])
+        elif "content" not in one.message:
             delta["content"] = _shown(model, source["token_ids"]) or None
         state = {"output_token_ids": state["output_token_ids"] + source["token_ids"], "role_sent": True}
         ended = source["finish_reason"]
-        finish = "tool_calls" if ended and one.message.get("tool_calls") else ended
+        calls = one.message.get("tool_calls") or any("tool_calls" in each for each in one.deltas)
+        finish = "tool_calls" if ended and calls else ended
         nothing = {"logprobs": None, "stop_reason": source.get("stop_reason"), "token_ids": None}
         made.append({"index": source["index"], "delta": delta, "finish_reason": finish, **nothing})
     number = 9 + len(state["output_token_ids"])
@@ -150,6 +154,15 @@ def derendered_chunk_of(model: TinyModel, reply: Reply, body: dict[str, Any]) ->
     absent = {"usage": None, "system_fingerprint": None, "prompt_token_ids": None, "prompt_text": None}
     named = {"model": body.get("model") or "tiny", **absent, "metrics": None, "choices": made}
     return {"chunk": {**fixed, **named}, "stream_state": state}
+
+
+def _merged(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The delta of several ids: the pieces of its only call as one."""
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    if not calls:
+        return {}
+    arguments = "".join(call["function"]["arguments"] for call in calls)
+    return {"tool_calls": [{**calls[0], "function": {**calls[0]["function"], "arguments": arguments}}]}
 
 
 def _shown(model: TinyModel, ids: list[int]) -> str:

@@ -26,11 +26,16 @@ def normalise_base_url(url: str) -> str:
     """The server's root URL: `http://host:8000`, `http://host:8000/` and `/v1/` all give `http://host:8000`.
 
     Raises:
-        ValueError: `url` is not an http or https URL.
+        ValueError: `url` is not an http or https URL, or its host cannot be a name.
     """
+    url = url.strip()
     try:
         parsed = URL(url)
-        usable = parsed.scheme in ("http", "https") and bool(parsed.host)
+        # as each connection does: a label is not empty, and has at most 63 characters
+        (parsed.raw_host or "").encode("idna")
+        # yarl drops line ends and tabs, so that another host is left
+        plain = bool(parsed.host) and url.isprintable() and " " not in url
+        usable = parsed.scheme in ("http", "https") and plain
     except ValueError:
         usable = False
     if not usable:

@@ -15,12 +15,12 @@ import hashlib
 import math
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tokenproxy.fleet.queue import Priority
+from tokenproxy.fleet.queue import Lack, Priority
 
 if TYPE_CHECKING:
     from tokenproxy.fleet.choosing import Routing
@@ -117,32 +117,56 @@ class CacheUse:
         """
         if not self.size:
             return True
-        while self.ids + context.ids + self._block_ids - self._shared(context) > self.size:
-            oldest = next(iter(self._idle), None)
-            if oldest is None or oldest.used > idle_before():
+        while self.need(context)[0] > self.size - self.ids:
+            if not self._evict(idle_before):
                 return False
-            self.remove(oldest)
+        return True
+
+    def room(self, idle_before: Callable[[], float]) -> float:
+        """Ids that are free for a context, after all that are idle for too long lost their room."""
+        while self._evict(idle_before):
+            pass
+        return self.size - self.ids if self.size else math.inf
+
+    def _evict(self, idle_before: Callable[[], float]) -> bool:
+        oldest = next(iter(self._idle), None)
+        if oldest is None or oldest.used > idle_before():
+            return False
+        self.remove(oldest)
         return True
 
     def can_hold(self, ids: int) -> bool:
         """Whether the cache is large enough for a context of so many ids, as far as its size is known."""
         return 0 < self.size >= ids + self._block_ids
 
-    def _shared(self, context: ActiveConversation) -> int:
-        """Ids of a context without room that are in use already."""
-        return sum([self._pieces[piece][1] for piece in context.pieces if piece in self._pieces])
+    def need(self, context: ActiveConversation) -> tuple[int, bytes]:
+        """Ids of room that a context without room takes, and its first piece that is not in use; b"" if none.
 
-    def hold(self, context: ActiveConversation, ids: int) -> None:
-        """Give room to a context of so many ids, of which a request begins, whether or not it fits."""
+        Pieces in use are free. A context that has a piece has all pieces before it, too.
+        """
+        ids = max(1, context.ids + self._block_ids)
+        for piece in context.pieces:
+            if piece not in self._pieces:
+                return ids, piece
+            ids = max(1, ids - self._pieces[piece][1])
+        return ids, b""
+
+    def hold(self, context: ActiveConversation, ids: int) -> list[bytes]:
+        """Give room to a context of so many ids, of which a request begins, whether or not it fits.
+
+        Returns its pieces that were not in use.
+        """
         if context.cache is not None:
             context.cache.remove(context)
         context.ids = ids
+        fresh = [piece for piece in context.pieces if piece not in self._pieces]
         if self.can_hold(ids):
             context.cache = self
             self.contexts += 1
             self.count(context, 1)
         while self.ids > self.size and self._idle:
             self.remove(next(iter(self._idle)))
+        return fresh
 
     def pause(self, context: ActiveConversation) -> None:
         """Take note that the last running request of a conversation ended."""
@@ -183,11 +207,15 @@ class Conversations:
         """A conversation; None if it is not active."""
         return self._active.get(key)
 
-    def begin(self, routing: "Routing", replica: "Replica", first: ActiveConversation | None = None) -> None:
+    def begin(
+        self, routing: "Routing", replica: "Replica", first: ActiveConversation | None = None
+    ) -> list[Hashable]:
         """Count a request of a conversation that is sent to a replica, whose cache gives it room.
 
         Args:
             first: the conversation, if it is not active.
+
+        Returns: the keys for `FairQueue.renew`: requests that share them with it need less room now.
         """
         self._expire()
         key = routing.conversation
@@ -201,10 +229,10 @@ class Conversations:
             if active.replica != replica.name:
                 self._counts.update({active.replica: -1, replica.name: 1})
         active.replica = replica.name
-        if routing.completion:
-            replica.cache.hold(active, routing.context_ids)
+        fresh = replica.cache.hold(active, routing.context_ids) if routing.completion else []
         active.running += 1
         self._use(key, active)
+        return [key, *fresh]
 
     @contextmanager
     def waiting(self, key: str) -> Iterator[None]:
@@ -289,6 +317,7 @@ class Admission:
         self.conversation = active or ActiveConversation(routing.context_ids, routing.beginning)
         self.wait_s = fleet.admission_wait_s - self.conversation.waited_s
         self.priority = Priority.ADMITTED
+        self.lack = Lack()
         if self._key and not self.conversation.has_room and self.wait_s > 0:
             self.conversation.ids = routing.context_ids
             # an engine refuses a prompt that is larger than its cache
@@ -296,11 +325,16 @@ class Admission:
                 self.priority = Priority.RETURNING if active or routing.holder else Priority.NEW
 
     def with_room(self, replicas: list["Replica"]) -> list["Replica"]:
-        """Those of some replicas on which the request may run now."""
+        """Those of some replicas on which the request may run now. If none has room for it, notes that."""
+        self.lack.room = 0
         if self.priority is Priority.ADMITTED:
             return replicas
         active = self._conversations.find(self._key)
         if active is not None and active.has_room:  # with an equal request
             return replicas
         idle_before = self._conversations.idle_before
-        return [replica for replica in replicas if replica.cache.fits(self.conversation, idle_before)]
+        roomy = [replica for replica in replicas if replica.cache.fits(self.conversation, idle_before)]
+        if replicas and not roomy:
+            self.lack.room, piece = min(replica.cache.need(self.conversation) for replica in replicas)
+            self.lack.keys = (self._key, piece)
+        return roomy

@@ -66,12 +66,14 @@ class Routing:
     goes_on: bool = False
     """Whether it goes on elsewhere if its engine breaks off after the beginning of the response."""
     digest: Callable[[], bytes] | None = None
-    """Computes a digest that equal requests share; None for requests that cannot break an engine."""
+    """Computes a digest that the request and its repetitions share; None if it cannot break an engine."""
 
 
-def body_digest(path: str, body: bytes) -> bytes:
-    """A digest of 16 bytes that equal requests share."""
-    return hashlib.blake2b(body, digest_size=16, person=path.encode()[-16:]).digest()
+def request_digest(path: str, body: bytes, owner: str) -> bytes:
+    """A digest of 16 bytes that equal requests of one owner share: a session, else a tenant."""
+    hasher = hashlib.blake2b(f"{path}\n{owner}\n".encode(), digest_size=16)
+    hasher.update(body)
+    return hasher.digest()
 
 
 def sticky_least_loaded(

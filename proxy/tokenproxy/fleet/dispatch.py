@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Work = Callable[[Replica], Awaitable[Response]]
 
 REFUSED_S = 60.0
-"""How long a request equal to one that ended an engine is refused."""
+"""How long a request that ended an engine is refused."""
 _REMEMBERED_DEATHS = 4096
 _SUSPECT, ALONE, AMONG_OTHERS, GOES_ON = 4, 4, 2, 1
 """The suspicion at which a request is refused; and what a death adds to it, by how the request ran."""
@@ -53,34 +53,39 @@ class Suspects:
 
     Nothing tells which of the requests that ran on an engine ended it, or whether one of them did. One that
     ran alone is the suspect; of several each may run once more, and one that sees a second engine die is the
-    suspect then; one that may go on from its ids, only after four: it runs for long. A suspect is refused for
-    a while, also where its client sends it again.
+    suspect then; one that may go on from its ids, only after four: it runs for long. Engines count only if
+    they die one after the other: the samples of a group are equal requests, and run on all engines of a
+    machine that fails. A suspect is refused for a while, also where its client sends it again.
     """
 
     clock: Callable[[], float] = time.monotonic
-    deaths: dict[bytes, tuple[int, object, float]] = field(default_factory=dict)
-    """By digests of the requests: their suspicion, which engine died last, and when."""
+    total: int = 0
+    """Number of deaths that counted, of all requests."""
+    deaths: dict[bytes, tuple[int, int, float]] = field(default_factory=dict)
+    """By digests of the requests: their suspicion, and the number and the time of the last death."""
 
-    def engine_died(self, digest: bytes, death: object, suspicion: int) -> bool:
+    def engine_died(self, digest: bytes, total: int, suspicion: int) -> bool:
         """An engine died under a request; returns whether the request may run once more.
 
         Args:
-            death: which death it was: equal requests that ran on the engine at once see it only once.
+            total: that of the time when the request was sent to the engine. If another engine died under it
+                or an equal request since then, this death is no further reason to suspect it.
             suspicion: one of the constants.
         """
         now = self.clock()
         if len(self.deaths) > _REMEMBERED_DEATHS:
             self.deaths = {key: each for key, each in self.deaths.items() if now - each[2] < REFUSED_S}
-        count, last, at = self.deaths.get(digest, (0, None, now))
+        count, last, at = self.deaths.get(digest, (0, 0, now))
         if now - at >= REFUSED_S:
-            count, last = 0, None
-        if last != death:
-            count += suspicion
-        self.deaths[digest] = count, death, now
+            count, last = 0, 0
+        if total >= last:
+            self.total += 1
+            count, last = count + suspicion, self.total
+        self.deaths[digest] = count, last, now
         return count < _SUSPECT
 
     def refuses(self, digest: bytes) -> bool:
-        """Whether an equal request ended an engine a short while ago."""
+        """Whether the request ended an engine a short while ago."""
         count, _, at = self.deaths.get(digest, (0, None, 0.0))
         return count >= _SUSPECT and self.clock() - at < REFUSED_S
 
@@ -103,7 +108,7 @@ async def send(fleet: "Fleet", work: Work, routing: Routing) -> Response:
     digest, suspects = routing.digest, fleet.suspects
     if digest is not None and suspects.deaths and suspects.refuses(digest()):
         raise EngineBroken(
-            "an engine died under an equal request a short while ago: it is not run again for a minute",
+            "an engine died under this request a short while ago: it is not run again for a minute",
             code="engine_died",
         )
     error: ApiError | None = None
@@ -176,10 +181,12 @@ class Run(Lease):
         self.replica = replica
         self._fleet = fleet
         self._routing = routing
+        self._deaths = fleet.suspects.total
+        """Those before it was sent."""
         replica.load.begin(self)
         replica.breaker.started(self)  # at once: the next in the queue must not be a second trial
         if routing.conversation:
-            fleet.conversations.begin(routing, replica, first)
+            fleet.queue.renew(fleet.conversations.begin(routing, replica, first))
         self._response: Response | None = None
         self._chunks: AsyncIterator[bytes]
         self._first: bytes | None = None
@@ -226,11 +233,10 @@ class Run(Lease):
             return True
         if digest is None:
             return True
-        death = (replica.name, replica.discoveries)
         suspicion = ALONE if self.alone else AMONG_OTHERS
         if self._routing.goes_on and (sampling or suspicion == AMONG_OTHERS):
             suspicion = GOES_ON
-        return self._fleet.suspects.engine_died(digest(), death, suspicion)
+        return self._fleet.suspects.engine_died(digest(), self._deaths, suspicion)
 
     async def _begun(self, response: Response) -> Response:
         """The response, its beginning read: itself for a stream, else the whole body.

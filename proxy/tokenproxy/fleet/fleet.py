@@ -86,7 +86,7 @@ class Fleet:
         self._replica_requests = replica_requests or math.inf
         self.admission_wait_s = admission_wait_s
         self.queue: FairQueue[Run] = FairQueue(
-            queue_requests, queue_timeout_s, Run.end, self.weights.suspension, clock
+            queue_requests, queue_timeout_s, Run.end, self.weights.suspension, clock, self._room
         )
         self.conversations = Conversations(clock=clock)
         self.prefix_caches = PrefixCaches()
@@ -231,18 +231,17 @@ class Fleet:
         def take() -> Run | None:
             if suspension.active and routing.samples:
                 return None
-            free = usable = self._fitting(routing)
+            usable = self._fitting(routing)
             if not usable:
                 raise self.nothing_responds()
-            if self._replica_requests < math.inf:
-                free = [each for each in usable if each.load.requests < self._replica_requests]
+            free = self._free(usable)
             if not free and suspension.active:
                 free = usable  # the requests that run are paused, so that none ends
             free = admission.with_room(free)
             return Run(self, self._chosen(free, routing), routing, admission.conversation) if free else None
 
         priority = admission.priority
-        waits = self.queue.waiting and self.queue.has_before(priority)
+        waits = self.queue.waiting and self.queue.must_wait(priority)
         overtakes = suspension.active and not routing.samples
         if (overtakes or not waits) and (run := take()) is not None:
             return run
@@ -250,9 +249,23 @@ class Fleet:
         with queued(for_room=for_room), self.conversations.waiting(routing.conversation):
             if for_room:
                 with suppress(Overloaded):
-                    return await self.queue.acquire(routing.tenant, take, priority, admission.wait_s)
+                    return await self.queue.acquire(
+                        routing.tenant, take, priority, admission.wait_s, admission.lack
+                    )
                 admission.priority = Priority.ADMITTED  # it waited for as long as it may
             return await self.queue.acquire(routing.tenant, take)
+
+    def _free(self, replicas: list[Replica]) -> list[Replica]:
+        """Those of some replicas on which more requests may run."""
+        if self._replica_requests == math.inf:
+            return replicas
+        return [replica for replica in replicas if replica.load.requests < self._replica_requests]
+
+    def _room(self) -> float:
+        """The most ids that are free for a conversation which waits; infinite if no replica takes any."""
+        before = self.conversations.idle_before()
+        taking = self._free(_in_service(self.taking()))
+        return max((replica.cache.room(lambda: before) for replica in taking), default=math.inf)
 
     def next_run(self, routing: Routing, tried: Sequence[Replica]) -> Run | None:
         """Count a request as running on the least loaded replica that was not tried; None if there is none.

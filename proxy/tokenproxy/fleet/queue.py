@@ -7,15 +7,20 @@ time:
     | requests of one that were served - requests of the other | <= 1
 
 The queue is independent of replicas: it calls `try_take` to get a slot, and a call of `wake` reports that
-one became free. If the first in line finds none, no other request is served.
+one became free. If the first in line finds none, no other request is served, unless it lacks room in a cache:
+then those that need less are served before it, in the same order. Whoever lets a request wait for room bounds
+for how long.
 """
 
 import asyncio
+import math
+import sys
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import islice
 from typing import Generic, TypeVar
 
 from tokenproxy.base.errors import Overloaded
@@ -68,11 +73,24 @@ class Priority(IntEnum):
 
 
 @dataclass(slots=True, eq=False)
+class Lack:
+    """What a request lacked when it last tried to take a slot."""
+
+    room: int = 0
+    """Ids that it needs at least in a cache; 0 if it lacked anything else, or did not try."""
+    keys: tuple[Hashable, ...] = ()
+    """If a cache holds what one of these stands for, the request may need less room than that."""
+
+
+@dataclass(slots=True, eq=False)
 class _Waiter(Generic[T]):
     tenant: str
     priority: Priority
     try_take: Callable[[], T | None]
+    lack: Lack
     future: "asyncio.Future[T]"
+    keys: tuple[Hashable, ...] = ()
+    """Those under which it is filed."""
 
 
 class FairQueue(Generic[T]):
@@ -88,6 +106,7 @@ class FairQueue(Generic[T]):
         give_back: Callable[[T], None],
         suspension: Suspension | None = None,
         clock: Callable[[], float] = time.monotonic,
+        room: Callable[[], float] = lambda: math.inf,
     ) -> None:
         """Create an empty queue.
 
@@ -96,12 +115,14 @@ class FairQueue(Generic[T]):
             timeout_s: how long each may wait.
             give_back: frees a slot that was taken for a request that left before it was resumed.
             suspension: while it is active, any number may wait, and the time does not count.
+            room: the most ids of room that a request could take now. One that lacks more is not tried.
         """
         self._suspension = suspension or Suspension()
         self._max_waiting = max_waiting
         self._timeout_s = timeout_s
         self._give_back = give_back
         self._clock = clock
+        self._room = room
         self.waiting = 0
         """Requests that wait now."""
         self._lines: tuple[OrderedDict[str, dict[_Waiter[T], None]], ...]
@@ -109,9 +130,19 @@ class FairQueue(Generic[T]):
         """The requests that wait, by priority and tenant, the oldest first; the tenant whose turn it is
         first. No line is empty, so that a tenant that comes back is the last."""
 
-    def has_before(self, priority: Priority) -> bool:
-        """Whether requests wait that are served before a new one of a priority."""
-        return any(self._lines[: priority + 1])
+        self._least = 0
+        """No request that waits for room is served with less than this."""
+        self._filed: dict[Hashable, dict[_Waiter[T], None]] = {}
+        """Requests that lack room, by the keys of what they lack."""
+
+    def must_wait(self, priority: Priority) -> bool:
+        """Whether a new request of a priority waits behind others, who lack more than room.
+
+        Those that found room meanwhile are served first.
+        """
+        if not any(self._lines[: priority + 1]):
+            return False
+        return bool(self._lines[Priority.ADMITTED]) or not self.wake()
 
     async def acquire(
         self,
@@ -119,6 +150,7 @@ class FairQueue(Generic[T]):
         try_take: Callable[[], T | None],
         priority: Priority = Priority.ADMITTED,
         timeout_s: float | None = None,
+        lack: Lack | None = None,
     ) -> T:
         """Take a slot, or wait for one.
 
@@ -127,16 +159,20 @@ class FairQueue(Generic[T]):
                 it must be quick, and must not call the queue. An error that it raises ends the wait of this
                 request.
             timeout_s: how long it may wait; None for the time of all requests.
+            lack: `try_take` notes there what it lacks.
 
         Raises:
             Overloaded: as many requests wait as may, or none of the slots became free in time.
         """
-        if not self.has_before(priority) and (taken := try_take()) is not None:
+        if not self.must_wait(priority) and (taken := try_take()) is not None:
             return taken
         self._refuse_newest(tenant)
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        waiter = _Waiter(tenant, priority, try_take, future)
+        waiter = _Waiter(tenant, priority, try_take, lack or Lack(), future)
         self._lines[priority].setdefault(tenant, {})[waiter] = None
+        self._file(waiter)
+        if priority is not Priority.ADMITTED:
+            self._least = min(self._least, waiter.lack.room)
         self.waiting += 1
         try:
             await self._wait(future, self._timeout_s if timeout_s is None else timeout_s)
@@ -153,25 +189,78 @@ class FairQueue(Generic[T]):
         message = f"no replica had capacity for the request within {self._timeout_s:g} s: try again later"
         raise Overloaded(message, code="queue_timeout", retry_after=_RETRY_AFTER_S)
 
-    def wake(self) -> None:
+    def wake(self) -> bool:
         """Serve as many waiting requests as find a slot. Call it each time a slot became free.
 
-        Each is resumed after its slot was taken, so none wakes in vain.
+        Each is resumed after its slot was taken, so none wakes in vain. Returns whether all that still wait
+        lack room, and nothing else.
         """
-        while lines := next(filter(None, self._lines), None):
-            tenant, line = next(iter(lines.items()))
-            waiter = next(iter(line))
-            try:
-                taken = waiter.try_take()
-            except Exception as error:  # noqa: BLE001 - the boundary of the caller's function
-                self._remove(waiter)
-                waiter.future.set_exception(error)
-                continue
-            if taken is None:
-                return
-            lines.move_to_end(tenant)
+        if not self._serve(Priority.ADMITTED):
+            return False
+        while any(self._lines[Priority.RETURNING :]) and self._least <= self._room():
+            self._least = sys.maxsize
+            if not (self._serve(Priority.RETURNING) and self._serve(Priority.NEW)):
+                self._least = 0
+                return False
+            if self._least:
+                break  # else what was taken lets others need less
+        return True
+
+    def renew(self, keys: Iterable[Hashable]) -> None:
+        """Try the requests again that may need less room, because a cache holds what their keys stand for."""
+        for key in keys:
+            for waiter in self._filed.get(key, ()):
+                waiter.lack.room = self._least = 0
+
+    def _serve(self, priority: Priority) -> bool:
+        """Serve requests of a priority; returns False if one found no slot for another reason than room."""
+        lines, passed = self._lines[priority], Counter[str]()
+        turns = deque(lines)
+        room = self._room() if priority else math.inf
+        while turns:
+            tenant = turns.popleft()
+            # those before lack room, and only less of it becomes free
+            for waiter in islice(lines[tenant], passed[tenant], None):
+                if waiter.lack.room <= room:
+                    if self._served(waiter):
+                        if tenant in lines:
+                            lines.move_to_end(tenant)
+                            turns.append(tenant)
+                        room = self._room() if priority else math.inf
+                        break
+                    if not waiter.lack.room:
+                        return False
+                passed[tenant] += 1
+                self._least = min(self._least, waiter.lack.room)
+        return True
+
+    def _served(self, waiter: _Waiter[T]) -> bool:
+        """Whether a request found a slot, or an error, and waits no longer."""
+        try:
+            taken = waiter.try_take()
+        except Exception as error:  # noqa: BLE001 - the boundary of the caller's function
             self._remove(waiter)
-            waiter.future.set_result(taken)
+            waiter.future.set_exception(error)
+            return True
+        if taken is None:
+            self._unfile(waiter)
+            self._file(waiter)
+            return False
+        self._remove(waiter)
+        waiter.future.set_result(taken)
+        return True
+
+    def _file(self, waiter: _Waiter[T]) -> None:
+        waiter.keys = waiter.lack.keys
+        for key in waiter.keys:
+            self._filed.setdefault(key, {})[waiter] = None
+
+    def _unfile(self, waiter: _Waiter[T]) -> None:
+        for key in waiter.keys:
+            filed = self._filed[key]
+            del filed[waiter]
+            if not filed:
+                del self._filed[key]
 
     async def _wait(self, future: "asyncio.Future[T]", timeout_s: float) -> None:
         """Wait for a slot, for as long as a request may. A suspension does not count."""
@@ -204,6 +293,7 @@ class FairQueue(Generic[T]):
         newest.future.set_exception(refusal)
 
     def _remove(self, waiter: _Waiter[T]) -> None:
+        self._unfile(waiter)
         lines = self._lines[waiter.priority]
         line = lines[waiter.tenant]
         del line[waiter]

@@ -90,8 +90,6 @@ class Replica:
         self.breaker = Breaker(clock)
         self.draining = False
         """Whether it gets no more requests, and those that run end."""
-        self.discoveries = 0
-        """How often discovery succeeded: the engine was started at least as often."""
         self._lacking: dict[str, float] = {}
         """When it answered 404 for a model that another replica serves, by the model's name."""
         self.capabilities: Capabilities | None = None
@@ -339,7 +337,6 @@ class Replica:
             self.engine.verify(self._verify)
             self.breaker.reset()
             self.load.responded = False
-            self.discoveries += 1
             self._misses = 0
             self._lacking.clear()
         first_try, self.was_tried = not self.was_tried, True

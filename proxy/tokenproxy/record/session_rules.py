@@ -2,7 +2,7 @@
 many of them were refused.
 
 The refusals of named sessions are counted in the store, because another process may be asked why nothing was
-recorded. Of requests that are refused at the same time some may not be counted.
+recorded.
 """
 
 from contextlib import suppress
@@ -16,6 +16,8 @@ from tokenproxy.record.store import Session, Store, StoreError
 _SPACE = "refusals"
 _KEEP_S = 86_400.0
 _CHARACTERS = 200
+_TRIES = 64
+"""How often a refusal is counted again because another one was counted at the same time."""
 _Count = Annotated[int, Meta(ge=0, lt=2**53)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
@@ -76,8 +78,11 @@ _decode = msgspec.json.Decoder(Refusals).decode
 
 async def read_refusals(store: Store, rollout: str) -> Refusals:
     """The refusals of a rollout. Raises StoreError."""
-    held = (await store.get(_SPACE, [rollout])).get(rollout, b"{}")
-    return store.unreadable.read(f"{_SPACE} {rollout}", _decode, held) or Refusals()
+    return _read(store, rollout, (await store.get(_SPACE, [rollout])).get(rollout))
+
+
+def _read(store: Store, rollout: str, held: bytes | None) -> Refusals:
+    return store.unreadable.read(f"{_SPACE} {rollout}", _decode, held or b"{}") or Refusals()
 
 
 async def count_refusal(store: Store, rollout: str, status: int, message: str) -> None:
@@ -85,6 +90,10 @@ async def count_refusal(store: Store, rollout: str, status: int, message: str) -
     if not rollout:
         return
     with suppress(StoreError):
-        before = await read_refusals(store, rollout)
-        refusals = Refusals(before.refusals + 1, f"{status} {message}"[:_CHARACTERS])
-        await store.put(_SPACE, rollout, msgspec.json.encode(refusals), keep_s=_KEEP_S)
+        for _ in range(_TRIES):
+            held = (await store.get(_SPACE, [rollout])).get(rollout)
+            before = _read(store, rollout, held)
+            refusals = Refusals(before.refusals + 1, f"{status} {message}"[:_CHARACTERS])
+            encoded = msgspec.json.encode(refusals)
+            if await store.put(_SPACE, rollout, encoded, keep_s=_KEEP_S, before=held):
+                return

@@ -68,6 +68,8 @@ class Resume:
         self._fruitless = {ABORTED: 0, "": 0}
         """How often in a row no id came: after aborts, and after failures."""
         self._times_anew = 0
+        self._broken_off: tuple[str, str] | None = None
+        """The engine that broke off, and why, until it is counted what became of the turn."""
 
     def covers(self, completion: Completion, *, complete: bool) -> bool:
         """Whether the turn may go on after a chunk with which its engine breaks off.
@@ -84,6 +86,7 @@ class Resume:
     def give_up(self) -> None:
         """The turn does not go on, whatever follows."""
         self._possible = False
+        self._count("ended")
 
     async def end_segment(self, rests: Sequence[Rest], why: str) -> bool:
         """Whether the turn goes on after a break; its segment has ended then.
@@ -98,7 +101,7 @@ class Resume:
         if may:
             sampled = {rest.choice: len(rest.sampled) for rest in rests}
             await self._turn.segments.end(self._weights, self._turn.tag, sampled, why)
-        self._count(why, "resumed" if may else "ended")
+        self._broken_off = self._turn.replica.name, why
         return may
 
     async def events(
@@ -118,25 +121,31 @@ class Resume:
             ApiError: as `Fleet.send`.
         """
         sampled, model = ended, self._turn.model.capabilities.model
-        for rest in rests:
-            count = len(rest.sampled)
-            if is_full(self._turn.request.fields, rest, model.max_model_len if model else None):
-                yield end_event(head, rest.choice, "length")
-            else:
-                try:
-                    response = await self._send(partial(self._turn.send_rest, rest))
-                except _AbortAsked:
-                    yield end_event(head, rest.choice, ABORTED)
-                    continue
-                self._cleanup.push_async_callback(response.aclose)
-                try:
-                    more = rest_events(response, rest, head, parsed=self._turn.parses_ids)
-                    async for event, new in more:
-                        count += new
-                        yield event
-                finally:
-                    await response.aclose()  # it counts as running until then
-            sampled += count
+        try:
+            for rest in rests:
+                count = len(rest.sampled)
+                if is_full(self._turn.request.fields, rest, model.max_model_len if model else None):
+                    self._count("resumed")
+                    yield end_event(head, rest.choice, "length")
+                else:
+                    try:
+                        response = await self._send(partial(self._turn.send_rest, rest))
+                    except _AbortAsked:
+                        self.give_up()
+                        yield end_event(head, rest.choice, ABORTED)
+                        continue
+                    self._count("resumed")
+                    self._cleanup.push_async_callback(response.aclose)
+                    try:
+                        more = rest_events(response, rest, head, parsed=self._turn.parses_ids)
+                        async for event, new in more:
+                            count += new
+                            yield event
+                    finally:
+                        await response.aclose()  # it counts as running until then
+                sampled += count
+        finally:
+            self._count("ended")  # unless something went on: the client may have left before that
         if not told:
             yield usage_event(head, ids.check(prompt), sampled)
         yield data_event(DONE)
@@ -163,6 +172,7 @@ class Resume:
                 for rest in rests:
                     more = await self._read(partial(self._turn.send_rest, rest))
                     body = joined(body, rest, more, parsed=self._turn.parses_ids)
+                self._count("resumed")
                 return body
             # what has ended by itself is not dropped for the sake of another choice
             if len(aborted) == len(completion.choices) and await self._may_repeat((), ABORTED):
@@ -174,18 +184,24 @@ class Resume:
             return await self._anew()
         except ApiError as error:
             log.warning("an aborted turn could not go on: %s", error)
+        finally:
+            self._count("ended")
         return None
 
-    def _count(self, why: str, result: str) -> None:
+    def _count(self, result: str) -> None:
+        """Count what became of the turn after its engine broke off, unless that was counted before."""
+        if self._broken_off is None:
+            return
+        (engine, why), self._broken_off = self._broken_off, None
         self._turn.services.history.metrics.breaks(why, result).inc()
         level = logging.DEBUG if result == "resumed" else logging.INFO
-        log.log(level, "%s broke a turn off (%s): %s", self._turn.replica.name, why, result)
+        log.log(level, "%s broke a turn off (%s): %s", engine, why, result)
 
     async def _anew(self) -> bytes | None:
         if self._times_anew == _TIMES_ANEW:
             return None
         self._times_anew += 1
-        self._count(ABORTED, "anew")
+        self._count("anew")
         await self._turn.segments.end(self._weights, self._turn.tag, None, ABORTED)
         try:
             return await self._read(self._turn.send)

@@ -16,7 +16,7 @@ from tokenproxy.base.request import EVERYTHING, ChatRequest, EngineRoute, Resume
 from tokenproxy.base.types import Fields, Headers
 from tokenproxy.engine.protocol import TokenRequest
 from tokenproxy.engine.token_in import GenerateTokenIn, rename_errors
-from tokenproxy.fleet.choosing import BYTES_PER_ID, Routing, body_digest
+from tokenproxy.fleet.choosing import BYTES_PER_ID, Routing, request_digest
 from tokenproxy.fleet.model import FleetModel
 from tokenproxy.fleet.replica import Replica
 from tokenproxy.fleet.weight_state import WeightTag, unknown
@@ -303,7 +303,11 @@ class PlannedTurn:
             tenant=request.tenant,
             model=request.model or "",
             completion=True,
-            digest=lambda: body_digest(request.retry.path, request.retry.body),
+            digest=lambda: request_digest(
+                request.retry.path,
+                request.retry.body,
+                plan.session.id if plan.session.explicit else request.tenant,
+            ),
             goes_on=self.resumable,
         )
 

@@ -3,7 +3,7 @@
 from tokenproxy.base.errors import BadRequest
 from tokenproxy.base.fields import join, parse
 from tokenproxy.base.http import Request, Response
-from tokenproxy.fleet.choosing import BYTES_PER_ID, Routing, body_digest
+from tokenproxy.fleet.choosing import BYTES_PER_ID, Routing, request_digest
 from tokenproxy.record.store import session_id
 from tokenproxy.turn.services import Services
 from tokenproxy.web.admin import named_replica
@@ -53,13 +53,16 @@ class PassThrough(Route):
         if services.model_aliases and request.method == "POST" and scope is KeyScope.INFERENCE:
             body = await _with_served_model(request, services)
         call = Request(request.method, request.path, request.headers, body, repeatable)
+        session, tenant = _session(request, services), request.tenant or unverified_tenant(request.headers)
         routing = Routing(
-            conversation=_session(request, services),
+            conversation=session,
             ids=len(request.body) // BYTES_PER_ID,
-            tenant=request.tenant or unverified_tenant(request.headers),
+            tenant=tenant,
             samples=request.method == "POST" and scope is KeyScope.INFERENCE and path not in _PREPARES,
             repeatable=repeatable,
-            digest=(lambda: body_digest(path, request.body)) if request.method not in _SAFE else None,
+            digest=None
+            if request.method in _SAFE
+            else (lambda: request_digest(path, request.body, session or tenant)),
         )
         return await services.fleet.send_to_any(call, routing)
 

@@ -105,6 +105,54 @@ async def test_a_conversation_waits_no_longer_than_it_may_in_all_its_turns_toget
         other.cancel()
 
 
+@pytest.mark.parametrize("tenant", ["large", "small"])
+@stepped
+async def test_a_large_conversation_that_waits_stops_none_that_fits_and_runs_within_its_bound(
+    tenant: str,
+) -> None:
+    async with fleet_of(*_holding(20_000), admission_wait_s=120.0) as fleet:
+        fleet.replicas[0].engine.replies = [waits(1000.0)]  # type: ignore[attr-defined]
+        running = _turn(fleet, "runs", 9_990)
+        await settled()
+        large = _turn(fleet, "large", 15_000, tenant="large")
+        await settled()
+        for number in range(10):
+            small = _turn(fleet, f"small {number}", 20, tenant=tenant)
+            await elapse(10.5)
+            assert (small.done(), large.done()) == (True, False)
+        steady = [_turn(fleet, f"steady {number}", 2_500, tenant=tenant) for number in range(12)]
+        await elapse(10.0)
+        assert not large.done()
+        await elapse(16.0)
+        assert large.done(), "after 120 s, and the 10 s that it takes"
+        running.cancel()
+        await asyncio.wait(steady)
+
+
+@pytest.mark.parametrize("shared", [16_384, 8_192])
+@stepped
+async def test_conversations_with_equal_beginnings_that_wait_run_together(shared: int) -> None:
+    """All of a group, or a system prompt: once it has room, each needs little more."""
+    async with fleet_of(*_holding(6_400), admission_wait_s=_WAIT_S) as fleet:
+        await _converse(fleet, "a", "b")
+        held = _turn(fleet, "held", 3_000)
+        await settled()
+        group = [
+            _turn(fleet, f"g{number}", 4_096, beginning=(b"a" * shared, b"%x" % number * (16_384 - shared)))
+            for number in range(16 if shared == 16_384 else 2)
+        ]
+        other = _turn(fleet, "other", 4_096, beginning=(b"b" * 16_384,))
+        await elapse(5.0)
+        assert not any(task.done() for task in (*group, other))
+        await elapse(6.0)
+        fleet.conversations.end("held")
+        await elapse(10.5)
+        done = [task.done() for task in (*group, other)]
+        assert done == [*[True] * len(group), False]
+        for task in (held, *group, other):
+            task.cancel()
+
+
 @stepped
 async def test_an_idle_conversation_loses_its_room_and_its_next_turn_goes_before_first_turns() -> None:
     async with fleet_of(*_holding(200), admission_wait_s=_WAIT_S) as fleet:

@@ -149,7 +149,7 @@ async def test_an_engine_that_dies_in_the_middle_of_streams(alone: bool) -> None
             with pytest.raises(EngineBroken, match="closed the connection"):
                 await request
         if alone:
-            with pytest.raises(EngineBroken, match="engine died"):
+            with pytest.raises(EngineBroken, match="engine died under this request"):
                 await ask(fleet)
         else:
             assert (await ask(fleet))[0] == 200
@@ -182,6 +182,29 @@ async def test_a_request_that_cannot_break_an_engine_is_never_suspected() -> Non
         assert (await ask(fleet, digest=None))[0] == 200
         assert (await ask(fleet, digest=None))[0] == 200
         assert _started(first, second) == [1, 2]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@stepped
+async def test_equal_requests_on_engines_that_die_at_once_run_elsewhere(stream: bool) -> None:
+    """A machine with four of eight engines fails under a group, whose prompts are equal."""
+    all_engines = engines(8)
+    async with fleet_of(*all_engines, choose=sticky_least_loaded, interval_s=600.0) as fleet:
+        for engine in all_engines[:4]:
+            engine.usual = streams(5.0, broken()) if stream else waits(5.0, fails(broken()))
+        for engine in all_engines[4:]:
+            engine.usual = waits(10.0)
+        group = [asyncio.create_task(ask(fleet, goes_on=stream)) for _ in range(32)]
+        await elapse(1.0)
+        assert _started(*all_engines) == [4] * 8
+        for engine in all_engines[:4]:
+            engine.health = EngineUnavailable("gone")
+        results = await asyncio.gather(*group, return_exceptions=True)
+        broken_off = [result for result in results if isinstance(result, EngineBroken)]
+        assert len(broken_off) == (16 if stream else 0)
+        assert all(error.code != "engine_died" for error in broken_off)
+        # turns go on, and so do new sends
+        assert (await ask(fleet, goes_on=stream))[0] == 200
 
 
 # --- replicas that leave meanwhile

@@ -58,6 +58,8 @@ def test_a_replica_is_added_drained_and_removed(start: Start) -> None:
 
         wrong: list[tuple[str, str, dict[str, Any], int]] = [
             ("POST", _ADMIN, {"json": {"url": "ftp://a"}}, 400),
+            ("POST", _ADMIN, {"json": {"url": "http://a\nb:1"}}, 400),
+            ("POST", _ADMIN, {"json": {"url": f"http://{'a' * 64}.b:1"}}, 400),
             ("POST", _ADMIN, {"json": {"url": "http://user:secret@a:1"}}, 400),
             ("DELETE", _ADMIN, {"params": {"url": _A}}, 404),
             ("POST", f"{_ADMIN}/drain", {"json": {"url": _A}}, 404),
@@ -153,6 +155,10 @@ async def test_a_name_stands_for_its_addresses() -> None:
 def test_upstreams_are_normalised_and_wrong_ones_are_wrong_settings(tmp_path: Path) -> None:
     assert normalise_upstream("dns+http://engines:8000/v1") == "dns+http://engines:8000"
     assert normalise_upstream("http://a:1/") == "http://a:1"
+    hosts = ("a\tb", "a\nb", "a b", "a\x00b", "a\xa0b", "a..b", ".a", "a" * 64, f"b.{'a' * 64}.c", "ä" * 60)
+    for url in [f"{scheme}://{host}:1" for scheme in ("http", "dns+http") for host in hosts]:
+        with pytest.raises(ValueError, match="not an http"):
+            normalise_upstream(url)
     with pytest.raises(ValueError, match="names no actors"):
         normalise_upstream("ray-actor://a b")
     file = tmp_path / "engines.txt"

@@ -3,6 +3,7 @@
 import asyncio
 
 from tests.support.store_utils import Usage, add, digest_of, entry, make_session, make_turn, opened, usage
+from tokenproxy.record.session_rules import count_refusal, read_refusals
 from tokenproxy.record.vocabulary import Cause
 
 
@@ -19,6 +20,12 @@ async def test_one_of_two_gets_a_turn_or_a_value(shared_url: str) -> None:
             assert sorted(await asyncio.gather(*new)) == [False, True]
             removed = await asyncio.gather(*(store.put("x", "k", None) for store in (first, second)))
             assert sorted(removed) == [False, True]
+
+
+async def test_refusals_are_counted_however_many_come_at_once(shared_url: str) -> None:
+    async with opened(shared_url) as first, opened(shared_url) as second:
+        await asyncio.gather(*(count_refusal(store, "r", 429, "no") for store in [first, second] * 10))
+        assert (await read_refusals(first, "r")).refusals == 20
 
 
 async def test_changes_are_visible_to_all_at_once(shared_url: str) -> None:

@@ -1,6 +1,7 @@
 """A turn whose engine breaks off goes on from the ids sampled so far: one answer, one recorded turn."""
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import httpx
 import pytest
 
 from tests.support.fake_vllm import Canned, FakeVllm, Reply, Variant, data_of
+from tests.support.scraping import Scrape
 from tests.support.talk import CHAT, GENERATE, user
 from tests.support.tiny_model import SPLIT, TinyModel
 from tests.support.utils import run_proxy, wait_until
@@ -69,6 +71,12 @@ def _turn(client: httpx.Client, session: str) -> dict[str, Any]:
     return {**turn, "ids": sample["completion_ids"], "prompt": sample["prompt_ids"]}
 
 
+def _breaks(client: httpx.Client) -> dict[tuple[str, str], int]:
+    """Breaks of turns by their reason and their result."""
+    pattern = r'broken_turns_total\{reason="(\w+)",result="(\w+)"\} (\d+)'
+    return {(why, result): int(n) for why, result, n in re.findall(pattern, client.get("/metrics").text)}
+
+
 @_BOTH
 @pytest.mark.parametrize("how", ["reset", "close"])
 def test_a_stream_goes_on_elsewhere(tiny_model: TinyModel, variant: Variant, how: Any) -> None:
@@ -90,6 +98,7 @@ def test_a_stream_goes_on_elsewhere(tiny_model: TinyModel, variant: Variant, how
         assert (turn["ids"], turn["prompt"], turn["finish_reason"]) == (list(SPLIT), prompt, "stop")
         assert not turn.get("problem")
         assert [(each["start"], each["end"]) for each in turn["segments"]] == [(0, 2), (2, len(SPLIT))]
+        assert _breaks(two.client) == {("broken", "resumed"): 1}
 
 
 @_BOTH
@@ -269,6 +278,80 @@ def test_a_break_after_the_beginning_of_a_call(tiny_model: TinyModel) -> None:
             assert (ids, "error" in chunks[-1]) == (list(SPLIT if goes_on else SPLIT[:1]), not goes_on)
 
 
+_PIECES = ("", '{"a', '": "x', "\\u00", 'e9"}')
+_CALL = (
+    *({"tool_calls": [{"index": 0, "function": {"arguments": piece}}]} for piece in _PIECES),
+    {"content": ""},
+)
+_CALL[0]["tool_calls"][0] |= {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}  # type: ignore[index]
+
+
+def _arguments(path: str, answer: httpx.Response) -> str:
+    """The arguments of the calls that a stream has, in any format."""
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    if path == CHAT:
+        deltas = [choice["delta"] for event in events for choice in event.get("choices", ())]
+        calls = [call for delta in deltas for call in delta.get("tool_calls") or ()]
+        return "".join(call["function"].get("arguments") or "" for call in calls)
+    if path == "/v1/messages":
+        return "".join(event["delta"].get("partial_json", "") for event in events if "delta" in event)
+    kind = "response.function_call_arguments.delta"
+    return "".join(event["delta"] for event in events if event["type"] == kind)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("deaths", [1, 2])
+def test_a_break_in_the_middle_of_the_json_of_a_call(tiny_model: TinyModel, path: str, deaths: int) -> None:
+    """Of one engine, and of the next one too: wherever that is, the call comes whole and once."""
+    with _two(tiny_model, Variant.SCALE_OUT) as two:
+        for engine in two.engines:
+            engine.usual = Reply(deltas=_CALL, ids=SPLIT)  # what derender makes of ids without a script
+        for sampled in range(1, len(SPLIT)):
+            first = Reply(ids=SPLIT, deltas=_CALL, break_at=sampled + 1, how="reset", finish="tool_calls")
+            rests = [Reply(ids=SPLIT[sampled:], deltas=_CALL)]
+            if deaths == 2:
+                more = min(sampled + 1, len(SPLIT) - 1)
+                broken = Reply(ids=SPLIT[sampled:], deltas=_CALL, break_at=more - sampled)
+                rests = [broken, Reply(ids=SPLIT[more:], deltas=_CALL)]
+            two.script(first, *rests)
+            body: dict[str, Any] = {"model": "tiny", "max_tokens": 50, "stream": True}
+            if path == "/v1/responses":
+                tool = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+                body |= {"input": f"Hi {sampled}", "tools": [tool], "max_output_tokens": 50}
+                del body["max_tokens"]
+            elif path == "/v1/messages":
+                tool = {"name": "f", "input_schema": {"type": "object"}}
+                body |= {"messages": [user(f"Hi {sampled}")], "tools": [tool]}
+            else:
+                body |= {"messages": [user(f"Hi {sampled}")], "tools": [_TOOL]}
+            answer = two.client.post(path, json=body, headers={"x-session-id": f"s{sampled}"})
+            assert json.loads(_arguments(path, answer)) == {"a": "x\u00e9"}, (sampled, answer.text)
+            assert '"error":{' not in answer.text
+            turn = _turn(two.client, f"s{sampled}")
+            assert (turn["ids"], turn["finish_reason"]) == (list(SPLIT), "tool_calls"), sampled
+            assert not turn.get("problem")
+
+
+@pytest.mark.parametrize("deaths", [1, 2])
+def test_a_call_that_is_cut_where_no_engine_parses_ids(tiny_model: TinyModel, deaths: int) -> None:
+    """The client learns that it is cut, what was sampled is recorded, and the next attempt is served."""
+    with _two(tiny_model, Variant.CHAT) as two:
+        for sampled in range(1, len(SPLIT)):
+            body = {"messages": [user(f"Hi {sampled}")], "tools": [_TOOL], "stream": True, "max_tokens": 50}
+            cut = Reply(ids=SPLIT, deltas=_CALL, break_at=sampled + 1, how="reset", finish="tool_calls")
+            two.script(*[cut] * deaths, Reply(ids=SPLIT, deltas=_CALL, finish="tool_calls"))
+            for _ in range(deaths):
+                answer = two.client.post(CHAT, json=body, headers={"x-session-id": f"s{sampled}"})
+                *_, last = data_of(answer.content)
+                assert last["error"]["code"] == 502, (sampled, answer.text)
+                assert '"finish_reason":"' not in answer.text
+            answer = two.client.post(CHAT, json=body, headers={"x-session-id": f"s{sampled}"})
+            assert json.loads(_arguments(CHAT, answer)) == {"a": "x\u00e9"}
+            session = two.client.get(f"/v1/sessions/s{sampled}?ids=true").json()
+            ids = [turn["completion_ids"] for turn in session["turns"]]
+            assert ids == [*[list(SPLIT[:sampled])] * deaths, list(SPLIT)]
+
+
 def test_a_break_after_the_last_id(tiny_model: TinyModel) -> None:
     with _two(tiny_model, Variant.CHAT) as two:
         two.script(Reply(ids=(*SPLIT[:5], 74), break_at=6))
@@ -383,13 +466,25 @@ def test_an_abort_that_is_asked_for_while_a_turn_waits(tiny_model: TinyModel) ->
             assert two.client.post("/pause?mode=abort").status_code == 200
             for engine in two.engines:
                 engine.release()
-            resumed = 'tokenproxy_broken_turns_total{reason="abort",result="resumed"} 1.0'
-            wait_until(lambda: resumed in two.client.get("/metrics").text)
+            wait_until(lambda: Scrape(two.client).value("requests_queued") == 1)
             assert two.client.post("/abort_requests", json={"abort_all": True}).status_code == 200
             assert two.client.post("/resume").status_code == 200
             answer.read()
         turn = _turn(two.client, "s")
         assert (turn["ids"], turn["finish_reason"]) == (list(SPLIT[:3]), "abort")
+        assert _breaks(two.client) == {("abort", "ended"): 1}
+
+
+def test_a_client_that_leaves_before_the_turn_goes_on(tiny_model: TinyModel) -> None:
+    with _two(tiny_model, Variant.CHAT) as two:
+        two.script(Reply(ids=SPLIT, break_at=3), Reply(ids=SPLIT[2:], hold_at=0))
+        body = {"messages": [user("Hi")], "stream": True}
+        with two.client.stream("POST", CHAT, json=body, headers={"x-session-id": "s"}):
+            wait_until(lambda: sum(engine.held for engine in two.engines))
+        wait_until(lambda: _breaks(two.client))
+        assert sum(_breaks(two.client).values()) == 1
+        assert {result for _, result in _breaks(two.client)} == {"ended"}
+        assert _turn(two.client, "s")["ids"] == list(SPLIT[:2])
 
 
 def test_a_full_replica_is_asked_again(tiny_model: TinyModel) -> None:

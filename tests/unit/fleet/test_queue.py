@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.stepped import elapse, now, settled, stepped
 from tokenproxy.base.errors import ApiError, EngineUnavailable, Overloaded
-from tokenproxy.fleet.queue import FairQueue, Suspension
+from tokenproxy.fleet.queue import FairQueue, Lack, Priority, Suspension
 
 
 class _Places:
@@ -48,7 +48,7 @@ class _Places:
         return asyncio.create_task(self.queue.acquire(tenant, try_take))
 
 
-def _cancel(*tasks: "asyncio.Task[bool]") -> None:
+def _cancel(*tasks: "asyncio.Task[Any]") -> None:
     for task in tasks:
         task.cancel()
 
@@ -308,3 +308,88 @@ async def test_the_first_in_line_is_tried_alone_however_many_wait() -> None:
     await settled()
     assert places.tried == 2
     _cancel(*tasks)
+
+
+# --- room
+
+
+class _Room:
+    """Room that requests need so much of, each of which is served once."""
+
+    def __init__(self, free: int) -> None:
+        self.free = free
+        self.tried = 0
+        self.served: list[str] = []
+        """Tenants in the order of service."""
+        self.queue: FairQueue[int] = FairQueue(
+            100_000, 120.0, self.give_back, clock=now, room=lambda: self.free
+        )
+
+    def give_back(self, need: int) -> None:
+        self.free += need
+
+    def start(self, tenant: str, need: int, priority: Priority = Priority.NEW) -> "asyncio.Task[int]":
+        lack = Lack()
+
+        def try_take() -> int | None:
+            self.tried += 1
+            lack.room = need if need > self.free else 0
+            if lack.room:
+                return None
+            self.free -= need
+            self.served.append(tenant)
+            return need
+
+        return asyncio.create_task(self.queue.acquire(tenant, try_take, priority, lack=lack))
+
+    async def release(self, need: int) -> None:
+        self.give_back(need)
+        self.queue.wake()
+        await settled()
+
+
+@pytest.mark.parametrize("priority", [Priority.RETURNING, Priority.NEW])
+@stepped
+async def test_what_fits_is_served_before_a_larger_one_and_tenants_take_turns_then_too(
+    priority: Priority,
+) -> None:
+    room = _Room(10)
+    large = room.start("large", 1000, priority)
+    await settled()
+    fits = room.start("large", 10)
+    await settled()
+    assert (fits.done(), large.done()) == (True, False)
+    tasks = [room.start(tenant, need) for tenant in ("many", "few") for need in [30, 20] * 20]
+    await settled()
+    room.served.clear()
+    for _ in range(20):
+        await room.release(30)
+    # "few" is not behind, though what it waits for came later
+    counts = Counter(room.served)
+    assert counts["large"] == 0 and abs(counts["many"] - counts["few"]) <= 1 and sum(counts.values()) >= 20
+    await room.release(1000)
+    assert large.done()
+    _cancel(*tasks)
+
+
+@stepped
+async def test_waking_many_tries_each_about_once() -> None:
+    room = _Room(0)
+    draw = random.Random(1)
+    needs = [draw.choice([20, 5_000, 15_000]) for _ in range(3_000)]
+    tasks = [room.start(f"t{number % 7}", need) for number, need in enumerate(needs)]
+    await settled()
+    assert room.tried <= 2 * len(needs), "each where it comes"
+    room.tried = 0
+    for _ in range(1_000):
+        await room.release(0)
+    assert room.tried == 0, "nothing became free"
+    small = needs.count(20)
+    while len(room.served) < small:
+        await room.release(20 * min(249, small - len(room.served)))  # less than the next size
+    assert (len(room.served), room.tried) == (small, small)
+    for need in (5_000, 15_000):
+        for _ in range(needs.count(need)):
+            await room.release(need)
+    assert all(task.done() for task in tasks)
+    assert room.tried <= 2 * len(needs)

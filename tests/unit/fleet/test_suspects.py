@@ -1,31 +1,42 @@
+import pytest
+
 from tests.unit.fleet.conftest import Clock
+from tokenproxy.fleet.choosing import request_digest
 from tokenproxy.fleet.dispatch import ALONE, AMONG_OTHERS, GOES_ON, REFUSED_S, Suspects
 
 
-def test_one_of_several_runs_once_more() -> None:
+@pytest.mark.parametrize(("suspicion", "engines"), [(ALONE, 1), (AMONG_OTHERS, 2), (GOES_ON, 4)])
+def test_a_request_is_refused_after_engines_that_died_one_after_the_other(
+    suspicion: int, engines: int
+) -> None:
     suspects = Suspects(Clock())
-    assert suspects.engine_died(b"a", "first", AMONG_OTHERS)
-    assert not suspects.refuses(b"a")
-    assert not suspects.engine_died(b"a", "second", AMONG_OTHERS)
+    for left in reversed(range(engines)):
+        assert not suspects.refuses(b"a")
+        assert suspects.engine_died(b"a", suspects.total, suspicion) is bool(left)
     assert suspects.refuses(b"a")
 
 
-def test_equal_requests_see_one_death_once() -> None:
-    """The samples of a group are equal requests."""
+def test_engines_that_die_at_once_under_equal_requests_count_once() -> None:
+    """The samples of a group are equal requests, four on each of four engines."""
     suspects = Suspects(Clock())
-    assert all(suspects.engine_died(b"a", "first", AMONG_OTHERS) for _ in range(16))
-    assert not suspects.refuses(b"a")
+    for suspicion in (AMONG_OTHERS, GOES_ON):
+        digest, total = b"%d" % suspicion, suspects.total
+        assert all(suspects.engine_died(digest, total, suspicion) for _ in range(16))
+        assert not suspects.refuses(digest)
+    # those that ran again see the next death together too
+    total = suspects.total
+    assert not any(suspects.engine_died(b"%d" % AMONG_OTHERS, total, AMONG_OTHERS) for _ in range(16))
 
 
 def test_deaths_that_are_far_apart_are_not_added() -> None:
     clock = Clock()
     suspects = Suspects(clock)
-    assert suspects.engine_died(b"a", "first", AMONG_OTHERS)
+    assert suspects.engine_died(b"a", suspects.total, AMONG_OTHERS)
     clock.now = REFUSED_S
-    assert suspects.engine_died(b"a", "second", AMONG_OTHERS)
+    assert suspects.engine_died(b"a", suspects.total, AMONG_OTHERS)
 
 
-def test_one_that_ran_alone_is_the_suspect_and_one_that_goes_on_only_after_four() -> None:
-    suspects = Suspects(Clock())
-    assert not suspects.engine_died(b"a", "first", ALONE)
-    assert [suspects.engine_died(b"b", death, GOES_ON) for death in range(4)] == [True, True, True, False]
+def test_equal_requests_of_others_are_told_apart() -> None:
+    requests = [(path, body, owner) for path in "pq" for body in (b"b", b"c") for owner in "st"]
+    assert len({request_digest(*each) for each in requests}) == len(requests)
+    assert request_digest("p", b"b", "s") == request_digest("p", b"b", "s")
