@@ -2,6 +2,7 @@
 
     ApiError
     ├── BadRequest         400  the request is invalid; `param` names the field
+    │   └── UnreadBody     400  the server read no body, and takes what follows for the next request
     ├── Unauthorized       401  the API key is missing, or was refused
     ├── Forbidden          403  the API key lacks a scope, or the route needs a key and none is set
     ├── NotFound           404  no such model, session or route
