@@ -2,10 +2,12 @@
 
 import asyncio
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tokenproxy.app import start
 from tokenproxy.app.start import announce, bind
 from tokenproxy.settings import Settings
 
@@ -44,3 +46,15 @@ def test_the_start_tells_address_clients_and_record(
     for bound in sockets:
         bound.close()
     assert [words for words in told if words not in text] == [] and "hidden" not in text
+
+
+def test_workers_share_an_eighth_of_the_memory_of_their_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_container = tmp_path / "memory.max"
+    monkeypatch.setattr(start, "_MEMORY_LIMITS", (tmp_path / "missing", of_container))
+    of_container.write_text(f"{2**30}\n")
+    assert start.cache_share(1) == 2**27
+    assert start.cache_share(4) == 2**25
+    of_container.write_text("max\n")
+    assert 2**25 < start.cache_share(1) <= 2**30

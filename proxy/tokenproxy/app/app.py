@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from chat_tokenizer import TokenizerUnavailable
 from chat_tokenizer.files import check_source
 from tokenproxy import __version__
+from tokenproxy.app.start import cache_share
 from tokenproxy.base.http import Request, Response
 from tokenproxy.base.types import ASGIApp
 from tokenproxy.base.urls import url_credentials
@@ -67,7 +68,7 @@ def make_services(
             guarded,
             encoders,
             metrics,
-            settings.cache_bytes,
+            cache_share(settings.workers) if settings.cache_bytes is None else settings.cache_bytes,
             auditor,
             settings.overflow,
             settings.finish_after_s,

@@ -3,9 +3,12 @@
 import asyncio
 import ctypes
 import logging
+import os
 import socket
 import ssl
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from yarl import URL
 
@@ -21,6 +24,8 @@ log = logging.getLogger("tokenproxy")
 
 _MALLOC = ((-8, 1), (-3, 2**17), (-1, 2**17))
 """glibc's M_ARENA_MAX, M_MMAP_THRESHOLD and M_TRIM_THRESHOLD, see mallopt(3)."""
+_MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Those of a container: control groups, version 2 and 1."""
 
 
 def check_address(settings: Settings) -> None:
@@ -52,6 +57,15 @@ def limit_freed_memory() -> None:
     if mallopt is not None:
         for option, value in _MALLOC:
             mallopt(option, value)
+
+
+def cache_share(workers: int) -> int:
+    """Bytes of each worker's cache of conversations: together an eighth of the memory, each at most 1 GiB."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in _MEMORY_LIMITS:
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            limits.append(int(file.read_text()))
+    return min(2**30, min(limits) // (8 * workers))
 
 
 async def bind(host: str, port: int) -> list[socket.socket]:

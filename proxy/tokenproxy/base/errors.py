@@ -104,6 +104,12 @@ class BadRequest(ApiError):
         return cls(f"`{field}` {problem}", param=field)
 
 
+class UnreadBody(BadRequest):
+    """The server read no body of the request, and takes what follows for the next request."""
+
+    closes = True
+
+
 class Unauthorized(ApiError):
     """The API key is missing, or was refused."""
 
@@ -127,12 +133,6 @@ class NotFound(ApiError):
 
     status = 404
     kind = "NotFoundError"
-
-
-class UnreadBody(BadRequest):
-    """The server read no body of the request, and takes what follows for the next request."""
-
-    closes = True
 
 
 class BodyTimeout(ApiError):

@@ -287,6 +287,10 @@ class RecordingSettings(BaseModel):
         ge=0,
         description="seconds after its last use until /v1/samples has a session as finished; 0 for never",
     )
-    cache_bytes: Annotated[int, Flag(default="1 GiB")] = Field(
-        default=2**30, ge=0, description="memory for recently used conversations and their ids"
+    cache_bytes: Annotated[
+        int | None, Flag(default="an eighth of the machine's memory, shared by the workers; at most 1 GiB")
+    ] = Field(
+        default=None,
+        ge=0,
+        description="memory of each process for recently used conversations and their ids",
     )
