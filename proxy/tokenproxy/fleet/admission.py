@@ -139,17 +139,17 @@ class CacheUse:
         """Whether the cache is large enough for a context of so many ids, as far as its size is known."""
         return 0 < self.size >= ids + self._block_ids
 
-    def need(self, context: ActiveConversation) -> tuple[int, bytes]:
-        """Ids of room that a context without room takes, and its first piece that is not in use; b"" if none.
+    def need(self, context: ActiveConversation) -> tuple[int, bytes, bytes]:
+        """Ids of room that a context without room takes, and between which of its pieces those begin.
 
         Pieces in use are free. A context that has a piece has all pieces before it, too.
         """
-        ids = max(1, context.ids + self._block_ids)
+        ids, last = max(1, context.ids + self._block_ids), b""
         for piece in context.pieces:
             if piece not in self._pieces:
-                return ids, piece
-            ids = max(1, ids - self._pieces[piece][1])
-        return ids, b""
+                return ids, last, piece
+            ids, last = max(1, ids - self._pieces[piece][1]), piece
+        return ids, last, b""
 
     def hold(self, context: ActiveConversation, ids: int) -> list[bytes]:
         """Give room to a context of so many ids, of which a request begins, whether or not it fits.
@@ -317,7 +317,7 @@ class Admission:
         self.conversation = active or ActiveConversation(routing.context_ids, routing.beginning)
         self.wait_s = fleet.admission_wait_s - self.conversation.waited_s
         self.priority = Priority.ADMITTED
-        self.lack = Lack()
+        self.lack = Lack(measure=self._measure)
         if self._key and not self.conversation.has_room and self.wait_s > 0:
             self.conversation.ids = routing.context_ids
             # an engine refuses a prompt that is larger than its cache
@@ -334,7 +334,16 @@ class Admission:
             return replicas
         idle_before = self._conversations.idle_before
         roomy = [replica for replica in replicas if replica.cache.fits(self.conversation, idle_before)]
-        if replicas and not roomy:
-            self.lack.room, piece = min(replica.cache.need(self.conversation) for replica in replicas)
-            self.lack.keys = (self._key, piece)
+        for replica in [] if roomy else replicas:
+            self._measure(replica.cache)
         return roomy
+
+    def _measure(self, cache: CacheUse) -> None:
+        """Take note of how much room it needs in a cache, if it needs more in those that were measured."""
+        active = self._conversations.find(self._key)
+        if active is not None and active.has_room:
+            self.lack.room = 0
+            return
+        room, last, following = cache.need(self.conversation)
+        if not self.lack.room or room < self.lack.room:
+            self.lack.room, self.lack.kind, self.lack.keys = room, last, (self._key, following)

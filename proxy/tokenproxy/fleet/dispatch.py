@@ -186,7 +186,7 @@ class Run(Lease):
         replica.load.begin(self)
         replica.breaker.started(self)  # at once: the next in the queue must not be a second trial
         if routing.conversation:
-            fleet.queue.renew(fleet.conversations.begin(routing, replica, first))
+            fleet.queue.renew(fleet.conversations.begin(routing, replica, first), replica.cache)
         self._response: Response | None = None
         self._chunks: AsyncIterator[bytes]
         self._first: bytes | None = None

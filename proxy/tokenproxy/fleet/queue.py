@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tokenproxy.base.errors import Overloaded
 
@@ -80,6 +80,10 @@ class Lack:
     """Ids that it needs at least in a cache; 0 if it lacked anything else, or did not try."""
     keys: tuple[Hashable, ...] = ()
     """If a cache holds what one of these stands for, the request may need less room than that."""
+    kind: Hashable = None
+    """Of requests of one kind, those that need more find no room where another one found none."""
+    measure: Callable[[Any], None] = lambda cache: None
+    """Measures `room` again after a cache got what one of the keys stands for."""
 
 
 @dataclass(slots=True, eq=False)
@@ -132,6 +136,8 @@ class FairQueue(Generic[T]):
 
         self._least = 0
         """No request that waits for room is served with less than this."""
+        self._renewed = False
+        """Whether requests need less room since `wake` looked at all."""
         self._filed: dict[Hashable, dict[_Waiter[T], None]] = {}
         """Requests that lack room, by the keys of what they lack."""
 
@@ -170,7 +176,7 @@ class FairQueue(Generic[T]):
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         waiter = _Waiter(tenant, priority, try_take, lack or Lack(), future)
         self._lines[priority].setdefault(tenant, {})[waiter] = None
-        self._file(waiter)
+        self._refile(waiter)
         if priority is not Priority.ADMITTED:
             self._least = min(self._least, waiter.lack.room)
         self.waiting += 1
@@ -197,41 +203,47 @@ class FairQueue(Generic[T]):
         """
         if not self._serve(Priority.ADMITTED):
             return False
-        while any(self._lines[Priority.RETURNING :]) and self._least <= self._room():
-            self._least = sys.maxsize
+        self._renewed = True
+        while self._renewed and any(self._lines[Priority.RETURNING :]) and self._least <= self._room():
+            self._least, self._renewed = sys.maxsize, False
             if not (self._serve(Priority.RETURNING) and self._serve(Priority.NEW)):
                 self._least = 0
                 return False
-            if self._least:
-                break  # else what was taken lets others need less
         return True
 
-    def renew(self, keys: Iterable[Hashable]) -> None:
-        """Try the requests again that may need less room, because a cache holds what their keys stand for."""
+    def renew(self, keys: Iterable[Hashable], cache: Any) -> None:
+        """Measure requests again that may need less room, because a cache got what their keys stand for."""
         for key in keys:
-            for waiter in self._filed.get(key, ()):
-                waiter.lack.room = self._least = 0
+            for waiter in list(self._filed.get(key, ())):
+                waiter.lack.measure(cache)
+                self._refile(waiter)
+                self._least, self._renewed = min(self._least, waiter.lack.room), True
 
     def _serve(self, priority: Priority) -> bool:
         """Serve requests of a priority; returns False if one found no slot for another reason than room."""
         lines, passed = self._lines[priority], Counter[str]()
-        turns = deque(lines)
+        turns, failed, least = deque(lines), dict[Hashable, int](), sys.maxsize
         room = self._room() if priority else math.inf
         while turns:
             tenant = turns.popleft()
             # those before lack room, and only less of it becomes free
             for waiter in islice(lines[tenant], passed[tenant], None):
-                if waiter.lack.room <= room:
+                lack = waiter.lack
+                if lack.room <= room and lack.room < failed.get(lack.kind, sys.maxsize):
                     if self._served(waiter):
+                        failed.clear()
                         if tenant in lines:
                             lines.move_to_end(tenant)
                             turns.append(tenant)
                         room = self._room() if priority else math.inf
                         break
-                    if not waiter.lack.room:
+                    if not lack.room:
                         return False
+                    failed[lack.kind] = lack.room
                 passed[tenant] += 1
-                self._least = min(self._least, waiter.lack.room)
+                if lack.room < least:
+                    least = lack.room
+        self._least = min(self._least, least)
         return True
 
     def _served(self, waiter: _Waiter[T]) -> bool:
@@ -243,14 +255,14 @@ class FairQueue(Generic[T]):
             waiter.future.set_exception(error)
             return True
         if taken is None:
-            self._unfile(waiter)
-            self._file(waiter)
+            self._refile(waiter)
             return False
         self._remove(waiter)
         waiter.future.set_result(taken)
         return True
 
-    def _file(self, waiter: _Waiter[T]) -> None:
+    def _refile(self, waiter: _Waiter[T]) -> None:
+        self._unfile(waiter)
         waiter.keys = waiter.lack.keys
         for key in waiter.keys:
             self._filed.setdefault(key, {})[waiter] = None
@@ -261,6 +273,7 @@ class FairQueue(Generic[T]):
             del filed[waiter]
             if not filed:
                 del self._filed[key]
+        waiter.keys = ()
 
     async def _wait(self, future: "asyncio.Future[T]", timeout_s: float) -> None:
         """Wait for a slot, for as long as a request may. A suspension does not count."""

@@ -278,12 +278,13 @@ def test_a_break_after_the_beginning_of_a_call(tiny_model: TinyModel) -> None:
             assert (ids, "error" in chunks[-1]) == (list(SPLIT if goes_on else SPLIT[:1]), not goes_on)
 
 
-_PIECES = ("", '{"a', '": "x', "\\u00", 'e9"}')
-_CALL = (
+_PIECES = ('{"a', '": "x', "\\u00", 'e9"}')
+_BEGUN = {"index": 0, "id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
+_CALL: tuple[dict[str, Any], ...] = (
+    {"tool_calls": [_BEGUN]},
     *({"tool_calls": [{"index": 0, "function": {"arguments": piece}}]} for piece in _PIECES),
     {"content": ""},
 )
-_CALL[0]["tool_calls"][0] |= {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}  # type: ignore[index]
 
 
 def _arguments(path: str, answer: httpx.Response) -> str:
