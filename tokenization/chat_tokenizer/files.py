@@ -9,13 +9,14 @@ import base64
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 from chat_tokenizer.encoder import byte_alphabet
 from chat_tokenizer.errors import TokenizerUnavailable
 from chat_tokenizer.template import merge_templates
 
-NAME = "tekken.json"
+TEKKEN: Final = "tekken.json"
+VocabularyFile = Literal["tokenizer.json", "tekken.json"]
 _SPECIAL_TOKENS = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
     *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]"),
@@ -80,7 +81,7 @@ def load_files(
     chat_template: str | None,
     revision: str | None,
     trust_remote_code: bool,
-    tekken: bool = False,
+    file: VocabularyFile | None = None,
 ) -> tuple[Any, int, frozenset[int]]:
     """Load from a folder or the hub. Arguments and errors are those of `ChatTokenizer.load`.
 
@@ -89,7 +90,8 @@ def load_files(
         ids that end a turn: the tokenizer's EOS, and `eos_token_id` of the generation config.
     """
     check_source(source)
-    tokenizer = _tekken(source, revision) if tekken else _tokenizer(source, revision, trust_remote_code)
+    tekken = file == TEKKEN
+    tokenizer = _tekken(source, revision) if tekken else _tokenizer(source, revision, trust_remote_code, file)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     elif not tekken:
@@ -128,7 +130,7 @@ def is_here(source: str) -> bool:
     home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
     cache = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
     found = cache.glob(f"models--{source.replace('/', '--')}/snapshots/*/*.json")
-    names = ("tokenizer.json", "tokenizer_config.json", NAME)
+    names = ("tokenizer.json", "tokenizer_config.json", TEKKEN)
     return _is_path(source) or Path(source).exists() or any(file.name in names for file in found)
 
 
@@ -137,15 +139,17 @@ def _is_path(source: str) -> bool:
     return source.startswith(("/", ".", "~")) or source.count("/") > 1 or source.endswith(".jinja")
 
 
-def _tokenizer(source: str, revision: str | None, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer  # slow to import, so only when needed
+def _tokenizer(
+    source: str, revision: str | None, trust_remote_code: bool, file: VocabularyFile | None
+) -> Any:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import, so only when needed
 
+    # the class that the configuration names may build another tokenizer than the one in the file
+    loader = PreTrainedTokenizerFast if file else AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source, revision=revision, trust_remote_code=trust_remote_code
-        )
+        tokenizer = loader.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        needs = f"cannot load a tokenizer from {source!r}, which needs a tokenizer.json or a {NAME}"
+        needs = f"cannot load a tokenizer from {source!r}, which needs a tokenizer.json or a {TEKKEN}"
         return _tekken(source, revision, f"{needs}: {error}")
     if getattr(tokenizer, "backend_tokenizer", None) is not None:
         return tokenizer
@@ -156,9 +160,9 @@ def _tokenizer(source: str, revision: str | None, trust_remote_code: bool) -> An
     )
 
 
-def _tekken(source: str, revision: str | None, problem: str = f"there is no {NAME}") -> Any:
+def _tekken(source: str, revision: str | None, problem: str = f"there is no {TEKKEN}") -> Any:
     """Mistral's own vocabulary. Raises TokenizerUnavailable with `problem` if there is none."""
-    if (file := _file(source, NAME, revision)) is None:
+    if (file := _file(source, TEKKEN, revision)) is None:
         raise TokenizerUnavailable(problem)
     return load_tekken(file)
 

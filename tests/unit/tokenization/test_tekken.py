@@ -65,8 +65,8 @@ def test_vocabulary_of_the_template_comes_first_unless_asked(tmp_path: Path) -> 
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "tekken.json").write_text(json.dumps(_content()))
     assert ChatTokenizer.load(tmp_path).encode("hell") == own.encode("hell")
-    asked = ChatTokenizer.load(tmp_path, tekken=True, needs_template=False)
+    asked = ChatTokenizer.load(tmp_path, file="tekken.json", needs_template=False)
     assert (asked.encode("hell"), asked.has_template) == ([30 + 256 + _WORDS.index(b"hell")], False)
     (tmp_path / "tekken.json").unlink()
     with pytest.raises(TokenizerUnavailable, match=r"no tekken\.json"):
-        ChatTokenizer.load(tmp_path, tekken=True)
+        ChatTokenizer.load(tmp_path, file="tekken.json")
