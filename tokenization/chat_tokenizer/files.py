@@ -87,7 +87,7 @@ def load_files(
 
     Returns:
         the transformers tokenizer with its chat template, if it has one, the size of the vocabulary, and the
-        ids that end a turn: the tokenizer's EOS, and `eos_token_id` of the generation config.
+        ids that end a turn: the tokenizer's EOS, and `eos_token_id` of the generation config or the model's.
     """
     check_source(source)
     tekken = file == TEKKEN
@@ -103,8 +103,11 @@ def load_files(
     config = _config(source, "config.json", revision)
     generation = _config(source, "generation_config.json", revision)
     # multimodal models have the vocabulary size in `text_config`
-    sizes = [part.get("vocab_size") or 0 for part in (config, config.get("text_config") or {})]
-    stops = generation.get("eos_token_id", config.get("eos_token_id"))
+    text_config = config.get("text_config") or {}
+    sizes = [part.get("vocab_size") or 0 for part in (config, text_config)]
+    # without the file, transformers and vLLM make the generation config of the model's
+    found = (part.get("eos_token_id") for part in (generation, config, text_config))
+    stops = next((each for each in found if each is not None), None)
     stops = stops if isinstance(stops, list) else [stops]
     stop_ids = frozenset(stop for stop in [tokenizer.eos_token_id, *stops] if isinstance(stop, int))
     return tokenizer, max([len(tokenizer), *sizes]), stop_ids
