@@ -208,6 +208,8 @@ class FakeVllm(FakeServer):
         if (effort := body.get("reasoning_effort")) is not None:
             kwargs = {"enable_thinking": effort != "none", **kwargs, "reasoning_effort": effort}
         messages = body["messages"] if self.model.renders_requests else as_rendered(body["messages"])
+        if body.get("continue_final_message"):
+            kwargs["continue_final_message"] = True
         with self._rendering:
             try:
                 return (self.model.encode(json.dumps(rendered)) if rendered else []) + self.model.render(

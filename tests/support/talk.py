@@ -177,7 +177,9 @@ class Talk(Conversation):
 
     def rendered(self, body: dict[str, Any]) -> list[int]:
         """What the engine makes of a request itself."""
-        kwargs = body.get("chat_template_kwargs") or {}
+        kwargs = dict(body.get("chat_template_kwargs") or {})
+        if body.get("continue_final_message"):
+            kwargs |= {"continue_final_message": True, "add_generation_prompt": False}
         return self.model.render(
             as_rendered(body["messages"]), tools=tools_as_rendered(body.get("tools")), **kwargs
         )

@@ -60,7 +60,7 @@ class TinyModel:
     ) -> list[int]:
         """Ids of a conversation, with nothing of this project in between."""
         # as in vLLM, fields of a request win over template arguments of the same name
-        kwargs = {**kwargs, "add_generation_prompt": add_generation_prompt, "continue_final_message": False}
+        kwargs = {"continue_final_message": False, **kwargs, "add_generation_prompt": add_generation_prompt}
         kwargs["tokenize"] = False
         text = self.reference.apply_chat_template(messages, **kwargs)
         return self.encode(text)

@@ -323,7 +323,7 @@ def _part(part: object, index: int) -> str | list[str] | None:
     if not isinstance(part, Mapping):
         raise InvalidMessages(f"message {index} holds a part of type {type(part).__name__!r}")
     part = {key: value for key, value in part.items() if key != "cache_control" and value is not None}
-    kind = part.get("type", "text" if part.keys() == {"text"} else None)
+    kind = part.get("type")  # engines refuse a text without it
     # engines read a part with a uuid by its payload, not by its type
     if not isinstance(kind, str) or kind not in TEXT_PARTS or "uuid" in part:
         return [_digest(b"part", pack(part, keep_nulls=False)).hex()]

@@ -22,7 +22,7 @@ from chat_tokenizer.discovery import Discovery
 from chat_tokenizer.encoder import NO_LIMIT, Encoder, Limit
 from chat_tokenizer.engine_renderer import EngineRenderer, Render
 from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported, TokenizerUnavailable, UnfinishedTurn
-from chat_tokenizer.files import load_files
+from chat_tokenizer.files import VocabularyFile, load_files
 from chat_tokenizer.messages import Message, Tools, check_appended
 from chat_tokenizer.proof import Proof, load_proof, proof_key, store_proof
 from chat_tokenizer.renderer import Renderer, RenderOptions
@@ -174,7 +174,7 @@ class ChatTokenizer:
         content_format: ContentFormat | None = None,
         default_template_kwargs: Mapping[str, Any] | None = None,
         needs_template: bool = True,
-        tekken: bool = False,
+        file: VocabularyFile | None = None,
     ) -> "ChatTokenizer":
         """Load tokenizer and template from a folder or from the Hugging Face hub.
 
@@ -189,14 +189,14 @@ class ChatTokenizer:
                 An engine's are its `--default-chat-template-kwargs`.
             needs_template: whether a tokenizer without a chat template is refused; if not, use it with
                 `rendered_by_engine` only.
-            tekken: load Mistral's `tekken.json`, which has no template, also where there is a
-                `tokenizer.json`.
+            file: load this file. None leaves it to transformers, whose classes may build another tokenizer
+                than the one in `tokenizer.json`. Mistral's `tekken.json` has no template.
 
         Raises:
             TokenizerUnavailable: the tokenizer cannot be loaded, is not a fast one, or has no chat template.
         """
         tokenizer, vocab_size, stop_ids = load_files(
-            str(folder), chat_template, revision, trust_remote_code, tekken
+            str(folder), chat_template, revision, trust_remote_code, file
         )
         if needs_template and not tokenizer.chat_template:
             raise TokenizerUnavailable(

@@ -9,13 +9,14 @@ import base64
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 from chat_tokenizer.encoder import byte_alphabet
 from chat_tokenizer.errors import TokenizerUnavailable
 from chat_tokenizer.template import merge_templates
 
-NAME = "tekken.json"
+TEKKEN: Final = "tekken.json"
+VocabularyFile = Literal["tokenizer.json", "tekken.json"]
 _SPECIAL_TOKENS = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
     *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]"),
@@ -80,16 +81,17 @@ def load_files(
     chat_template: str | None,
     revision: str | None,
     trust_remote_code: bool,
-    tekken: bool = False,
+    file: VocabularyFile | None = None,
 ) -> tuple[Any, int, frozenset[int]]:
     """Load from a folder or the hub. Arguments and errors are those of `ChatTokenizer.load`.
 
     Returns:
         the transformers tokenizer with its chat template, if it has one, the size of the vocabulary, and the
-        ids that end a turn: the tokenizer's EOS, and `eos_token_id` of the generation config.
+        ids that end a turn: the tokenizer's EOS, and `eos_token_id` of the generation config or the model's.
     """
     check_source(source)
-    tokenizer = _tekken(source, revision) if tekken else _tokenizer(source, revision, trust_remote_code)
+    tekken = file == TEKKEN
+    tokenizer = _tekken(source, revision) if tekken else _tokenizer(source, revision, trust_remote_code, file)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     elif not tekken:
@@ -101,8 +103,11 @@ def load_files(
     config = _config(source, "config.json", revision)
     generation = _config(source, "generation_config.json", revision)
     # multimodal models have the vocabulary size in `text_config`
-    sizes = [part.get("vocab_size") or 0 for part in (config, config.get("text_config") or {})]
-    stops = generation.get("eos_token_id", config.get("eos_token_id"))
+    text_config = config.get("text_config") or {}
+    sizes = [part.get("vocab_size") or 0 for part in (config, text_config)]
+    # without the file, transformers and vLLM make the generation config of the model's
+    found = (part.get("eos_token_id") for part in (generation, config, text_config))
+    stops = next((each for each in found if each is not None), None)
     stops = stops if isinstance(stops, list) else [stops]
     stop_ids = frozenset(stop for stop in [tokenizer.eos_token_id, *stops] if isinstance(stop, int))
     return tokenizer, max([len(tokenizer), *sizes]), stop_ids
@@ -128,7 +133,7 @@ def is_here(source: str) -> bool:
     home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
     cache = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
     found = cache.glob(f"models--{source.replace('/', '--')}/snapshots/*/*.json")
-    names = ("tokenizer.json", "tokenizer_config.json", NAME)
+    names = ("tokenizer.json", "tokenizer_config.json", TEKKEN)
     return _is_path(source) or Path(source).exists() or any(file.name in names for file in found)
 
 
@@ -137,15 +142,17 @@ def _is_path(source: str) -> bool:
     return source.startswith(("/", ".", "~")) or source.count("/") > 1 or source.endswith(".jinja")
 
 
-def _tokenizer(source: str, revision: str | None, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer  # slow to import, so only when needed
+def _tokenizer(
+    source: str, revision: str | None, trust_remote_code: bool, file: VocabularyFile | None
+) -> Any:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import, so only when needed
 
+    # the class that the configuration names may build another tokenizer than the one in the file
+    loader = PreTrainedTokenizerFast if file else AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source, revision=revision, trust_remote_code=trust_remote_code
-        )
+        tokenizer = loader.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        needs = f"cannot load a tokenizer from {source!r}, which needs a tokenizer.json or a {NAME}"
+        needs = f"cannot load a tokenizer from {source!r}, which needs a tokenizer.json or a {TEKKEN}"
         return _tekken(source, revision, f"{needs}: {error}")
     if getattr(tokenizer, "backend_tokenizer", None) is not None:
         return tokenizer
@@ -156,9 +163,9 @@ def _tokenizer(source: str, revision: str | None, trust_remote_code: bool) -> An
     )
 
 
-def _tekken(source: str, revision: str | None, problem: str = f"there is no {NAME}") -> Any:
+def _tekken(source: str, revision: str | None, problem: str = f"there is no {TEKKEN}") -> Any:
     """Mistral's own vocabulary. Raises TokenizerUnavailable with `problem` if there is none."""
-    if (file := _file(source, NAME, revision)) is None:
+    if (file := _file(source, TEKKEN, revision)) is None:
         raise TokenizerUnavailable(problem)
     return load_tekken(file)
 

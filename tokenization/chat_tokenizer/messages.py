@@ -124,7 +124,8 @@ def _content(content: object, role: str, index: int, parts: bool) -> str | list[
         return [] if as_parts else ""
     if not isinstance(content, str | list):
         raise InvalidMessages(f"content of message {index} must be a string or a list of parts")
-    listed = [_part(part, index) for part in ([content] if isinstance(content, str) else content)]
+    given = [content] if isinstance(content, str) else content
+    listed = [_part(part, index) for part in given if not _is_null(part)]
     if not parts and any(part["type"] == _IMAGE for part in listed):
         raise InvalidMessages(f"message {index} holds an image, and the template takes content as text only")
     if role == "system":
@@ -144,7 +145,7 @@ def _part(part: object, index: int) -> dict[str, Any]:
         text = part.get("text")
         if isinstance(text, str):
             return part  # almost every part has this form
-    kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if isinstance(part, Mapping) and kind == _TOOL_REFERENCE:
         if not isinstance(part.get("name"), str | None):
             raise InvalidMessages(f"a tool reference in message {index} holds no name")
@@ -160,6 +161,16 @@ def _part(part: object, index: int) -> dict[str, Any]:
     if len(part) > 2:
         result.update((key, value) for key, value in part.items() if key not in _PART_FIELDS)
     return result
+
+
+def _is_null(part: object) -> bool:
+    """Whether it is a part that vLLM skips, because its text is null or missing."""
+    return (
+        isinstance(part, Mapping)
+        and (kind := part.get("type")) in ("text", "refusal")
+        and part.get("uuid") is None
+        and part.get(kind) is None
+    )
 
 
 def image_url(part: Mapping[str, Any]) -> str | None:

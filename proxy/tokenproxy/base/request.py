@@ -199,6 +199,8 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     findable: bool = True
     """Whether other requests may find its turn by its text: its scope was read, and its prompt renders that
     text."""
+    prefill: bool = False
+    """Whether the engine continues the last message, an assistant's, instead of rendering it as a turn."""
     record: bool = True
     engine_route: EngineRoute = EngineRoute.CHAT
     prompts: tuple[GivenIds | None, ...] = ()

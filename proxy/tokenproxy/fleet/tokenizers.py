@@ -43,6 +43,8 @@ log = logging.getLogger("tokenproxy")
 
 _CONTENT_FORMATS: tuple[ContentFormat, ...] = ("string", "openai")
 RENDER_TIMEOUT_S = 30.0
+_SHOWN = 40
+"""Characters and ids of a text that an error shows."""
 
 
 class Tokenizers:
@@ -65,6 +67,7 @@ class Tokenizers:
         options |= {"chat_template": chat_template, "content_format": content_format}
         load: Callable[..., ChatTokenizer] = ChatTokenizer.load
         self._load_one = partial(load, needs_template=False, **options)
+        self._content_format = content_format
         self._other_formats = _CONTENT_FORMATS if content_format is None else ()
         self._proof_folder = proof_folder
         self._loader = ThreadPoolExecutor(thread_name_prefix="load")
@@ -139,39 +142,39 @@ class Tokenizers:
                     return candidate
         route = await find_route(engine, prompts)
         if route is None and compared:
-            raise _mismatch(with_template[0], engine)
+            raise _mismatch(with_template[0], engine, shown)
         if route is None:
             raise _unsupported(
                 f"the engine {engine.name} renders no conversation to compare the tokenizer with: "
                 "its /tokenize route and chat template must accept a conversation",
                 "tokenizer_unchecked",
             )
-        try:
-            return await self._rendered_by(candidates[0], engine, route)
-        except Unsupported:
-            if candidates[0].has_template or not with_template:
-                raise
-            return await self._rendered_by(with_template[0], engine, route)
+        return await self._rendered_by(candidates, engine, route)
 
     async def _rendered_by(
-        self, tokenizer: ChatTokenizer, engine: Engine, route: RenderRoute
+        self, candidates: list[ChatTokenizer], engine: Engine, route: RenderRoute
     ) -> ChatTokenizer:
         """The tokenizer whose conversations are rendered by this engine, and by others that render alike.
 
+        Of the candidates, the first that gives the ids of most renderings. A wrong one may give those of a
+        short text, and the right one not all: some engines encode the parts of a message apart. So each later
+        rendering is compared by itself.
+
         Raises:
-            Unsupported: the tokenizer does not give the ids of the engine's renderings.
+            Unsupported: no candidate gives the ids of a rendering.
             ApiError: the engine does not respond.
         """
         shown = _shown(CONVERSATIONS, await rendered(engine, route, CONVERSATIONS))
+        counts = [await asyncio.to_thread(_count_alike, each, shown) for each in candidates]
+        tokenizer = candidates[counts.index(max(counts))]
+        if not any(counts):
+            raise _mismatch(tokenizer, engine, shown)
         texts = [without_dates(tokenizer.decode(each)) for _, each in shown]
         identity = digest(tokenizer.fingerprint, texts)
         if identity not in self._by_engines:
             renderings = EngineRenderings(route)
             asking = tokenizer.rendered_by_engine(renderings, identity)
             renderings.engines.append(engine)
-            # each later rendering is compared by itself: some engines encode the parts of a message apart
-            if not await asyncio.to_thread(lambda: any(_agrees(asking, [each]) for each in shown)):
-                raise _mismatch(tokenizer, engine)
             self._by_engines[identity] = (asking, renderings)
             log.info("%s renders the conversations itself, by %s", engine.name, route.path)
         asking, renderings = self._by_engines[identity]
@@ -180,15 +183,25 @@ class Tokenizers:
         return asking
 
     def _load(self, source: str) -> list[ChatTokenizer]:
-        """The tokenizer; if no content format is configured, followed by one with each format.
+        """The tokenizers of a model, one for each way to load it and each content format, best first.
 
-        First comes Mistral's own vocabulary, with which vLLM's `--tokenizer-mode mistral` renders.
+        First comes Mistral's own vocabulary, with which vLLM's `--tokenizer-mode mistral` renders. Last comes
+        `tokenizer.json` as it is, which its modes for DeepSeek load, if transformers' class for the model
+        builds another tokenizer than that: releases of transformers differ in this, too.
         """
-        tokenizer = self._load_one(source)
-        candidates = [tokenizer, *map(tokenizer.with_content_format, self._other_formats)]
-        if tokenizer.has_template:
+        candidates = [self._load_one(source)]
+        if candidates[0].has_template:
             with suppress(TokenizerUnavailable):
-                candidates.insert(0, self._load_one(source, chat_template=None, tekken=True))
+                candidates.insert(0, self._load_one(source, chat_template=None, file="tekken.json"))
+        with suppress(TokenizerUnavailable):
+            plain = self._load_one(source, file="tokenizer.json")
+            if all(plain.fingerprint != each.fingerprint for each in candidates):
+                candidates.append(plain)
+        candidates = [
+            candidate.with_content_format(content_format)
+            for candidate in candidates
+            for content_format in (self._content_format, *self._other_formats)
+        ]
         # a vocabulary and the libraries that read it are a million objects that live as long as the process:
         # a full garbage collection that visits them blocks the event loop for 0.2 s
         gc.freeze()
@@ -218,10 +231,20 @@ def _unsupported(problem: str, code: str) -> Unsupported:
     return Unsupported(problem, param="append_messages", code=code)
 
 
-def _mismatch(tokenizer: ChatTokenizer, engine: Engine) -> Unsupported:
+def _mismatch(
+    tokenizer: ChatTokenizer, engine: Engine, shown: Sequence[tuple[RenderInput, list[int]]]
+) -> Unsupported:
+    """The error for a tokenizer that gives other ids, with the first text that shows it and both its ids."""
+    texts = [tokenizer.decode(ids) for _, ids in shown]
+    different = (
+        f": for {text[:_SHOWN]!r} it gives {own[:_SHOWN]}, the engine {ids[:_SHOWN]}"
+        for text, (_, ids) in zip(texts, shown, strict=True)
+        if (own := tokenizer.encode(text)) != ids
+    )
     return _unsupported(
-        f"the tokenizer in {tokenizer.source!r} gives other ids for the prompts of the engine {engine.name}: "
-        "set `tokenizer` and `chat_template` to what the engine uses",
+        f"no way to load the tokenizer in {tokenizer.source!r} gives the ids of the engine {engine.name}"
+        f"{next(different, '')}. Set `tokenizer` to a folder whose tokenizer.json gives these ids, and "
+        "`chat_template` to the engine's; releases of transformers may load a folder in different ways",
         "tokenizer_mismatch",
     )
 
@@ -242,6 +265,22 @@ def _agrees(tokenizer: ChatTokenizer, renderings: Sequence[tuple[RenderInput, li
         )
     except TokenizationError:  # a template that refuses what the engine renders is another one
         return False
+
+
+def _count_alike(tokenizer: ChatTokenizer, renderings: Sequence[tuple[RenderInput, list[int]]]) -> int:
+    """The number of an engine's renderings whose text has the engine's ids, and holds what was said.
+
+    A tokenizer that spells bytes in another way may give the ids of its own wrong text.
+    """
+    texts = [tokenizer.decode(ids) for _, ids in renderings]
+    said = [
+        max((m["content"] for m in messages if isinstance(m["content"], str)), key=len, default="")
+        for (messages, _), _ in renderings
+    ]
+    return sum(
+        word.strip() in text and tokenizer.encode(text) == ids
+        for word, text, (_, ids) in zip(said, texts, renderings, strict=True)
+    )
 
 
 class EngineRenderings:

@@ -139,6 +139,7 @@ def chat_request(
         "thinking": thinking,
         # without a generation prompt, the template does not render the sampled text as a turn
         "findable": special is None and rendering.add_generation_prompt,
+        "prefill": special is Reason.SPECIAL_REQUEST and _only_continues(fields, rendering),
         **more,
     }
     return ChatRequest(**parsed)
@@ -208,6 +209,14 @@ def _special(fields: Fields) -> Reason | None:
         or raw_value(fields, "truncate_prompt_tokens") is not None
     )
     return Reason.SPECIAL_REQUEST if special else None
+
+
+def _only_continues(fields: Fields, rendering: Rendering) -> bool:
+    """Whether `continue_final_message` is all that is special in a request, so that the engine takes it."""
+    others = fields.keys() & _SPECIAL - {"continue_final_message"}
+    return not (
+        rendering.add_generation_prompt or any(raw_value(fields, name) is not None for name in others)
+    )
 
 
 def number(fields: Fields, name: str) -> float | None:

@@ -15,7 +15,7 @@ equal ids. A second key is the digest of all ids of a turn. It tells whether sev
 
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, overload
 
@@ -196,6 +196,19 @@ class Conversation:
         """The message that was sampled after all others. Raises InvalidMessages."""
         before = self.messages[-1] if self.messages else None
         return digest_message(message, len(self.messages), before, self.defaults)
+
+    def continued(self, message: dict[str, Any]) -> tuple["Conversation", dict[str, Any]] | None:
+        """The conversation without its last message, and that message joined with what was sampled after it.
+
+        Returns:
+            None if the last message is no text of an assistant.
+        """
+        last = _parse(self.raws[-1]) if self.ends_with_assistant else {}
+        begun, sampled = last.get("content"), message.get("content") or ""
+        if not (isinstance(begun, str) and isinstance(sampled, str)) or last.get("tool_calls"):
+            return None
+        before = replace(self, raws=self.raws[:-1], messages=self.messages[:-1])
+        return before, {**last, **message, "content": begun + sampled}
 
     def parse(self, first: int = 0) -> list[dict[str, Any]]:
         """The messages from `first` on as objects."""

@@ -217,7 +217,6 @@ def new_turns(
         **origin_of(request.headers)._asdict(),
         "requested_model": request.requested_model,
         "scope": plan.scope.parts,
-        "spelling_before": conversation.strict_before(len(conversation.messages)),
     }
     for choice in completion.choices:
         if choice.ids or choice.finish_reason not in (None, ABORTED):
@@ -245,8 +244,13 @@ def _new_turn(
         sampled, logprobs = pack_ids(choice.ids or ()), pack_logprobs(choice.logprobs or ())
     except (OverflowError, TypeError):
         sampled, logprobs, problem = b"", b"", problem or Problem.UNREADABLE_EVIDENCE
+    history, message, findable, prefilled = conversation, choice.message, plan.findable, None
     try:
         answer = conversation.answered(choice.message)
+        if request.prefill and (joined := conversation.continued(choice.message)):
+            # a client sends both parts as they were, or, mostly, as one message
+            findable, prefilled, (history, message) = True, answer, joined
+            answer = history.answered(message)
     except TokenizationError:
         answer = None
     appended = _appended(completion, parent, prompt)
@@ -269,18 +273,21 @@ def _new_turn(
         problem=problem or "",
         routed_experts_start=request.routed_experts_start if choice.routed_experts else 0,
         sampling_mask=_pack_mask(choice.sampling_mask, count),
-        spelling=own.strict if own and plan.findable else b"",
-        reasonings=(*conversation.reasonings(first), own.reasoning if own else b""),
+        spelling_before=history.strict_before(len(history.messages)),
+        spelling=own.strict if own and findable else b"",
+        reasonings=(*history.reasonings(first), own.reasoning if own else b""),
         calls=own.arguments if own and own.cut_off else (),
         ids_digest=hasher.digest(),
         **of_request,
     )
     # a turn without exact ids is found too, to report that, and never equals another turn
     found_ids = turn.ids_digest if sampled and prompt else turn.id.encode()
-    entries = text_entries(plan.scope, answer, found_ids) if answer and plan.findable else []
+    entries = text_entries(plan.scope, answer, found_ids) if answer and findable else []
+    if prefilled:
+        entries.append(text_entries(plan.scope, prefilled, found_ids)[0])
     if entries:
-        before = len(conversation.ends) + conversation.ends_with_assistant
-        forms = map(conversation.answered, other_forms(choice.message, choice.stop_reason, before))
+        before = len(history.ends) + history.ends_with_assistant
+        forms = map(history.answered, other_forms(message, choice.stop_reason, before))
         entries += [text_entries(plan.scope, form, found_ids)[1] for form in forms]
     if len(prompt) <= len("[]"):
         return NewTurn(turn, entries, None)

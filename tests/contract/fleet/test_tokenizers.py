@@ -1,4 +1,6 @@
 import asyncio
+import json
+import shutil
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -201,6 +203,31 @@ async def test_mistrals_own_vocabulary_comes_first_where_it_has_the_engines_ids(
     found = await Tokenizers().find(engine, model)
     assert found.engine_renders
     assert (len(found.encode("[TEKKEN]")) == 1) is fits
+
+
+@pytest.mark.parametrize("renders", ["template", "engine", "neither"])
+async def test_tokenizer_file_as_it_is_where_transformers_builds_another(
+    engine: HttpEngine, model: Model, mortal: FakeVllm, tmp_path: Path, renders: str
+) -> None:
+    """transformers 5 makes a Llama's another one than the file's, which vLLM's modes for DeepSeek take."""
+    folder = Path(shutil.copytree(model.root, tmp_path / "llama"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config | {"tokenizer_class": "LlamaTokenizerFast"})
+    )
+    if renders != "template":
+        mortal.chat_template = CHATML.replace("message.role + ", "message.role | upper + ")
+    if renders == "neither":
+        vocabulary = json.loads((folder / "tokenizer.json").read_text())
+        vocabulary["model"]["merges"].reverse()
+        (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
+        with pytest.raises(Unsupported, match=r"for '.*' it gives \[\d.*\], the engine \[\d") as caught:
+            await Tokenizers().find(engine, Model("tiny", str(folder), None))
+        assert caught.value.code == "tokenizer_mismatch"
+        return
+    found = await Tokenizers().find(engine, Model("tiny", str(folder), None))
+    assert found.engine_renders is (renders == "engine")
+    assert found.encode("What is 2 + 2?") == mortal.model.encode("What is 2 + 2?")
 
 
 async def test_conversations_that_the_template_refuses_are_skipped(

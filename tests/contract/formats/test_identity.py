@@ -99,3 +99,43 @@ def test_members_of_a_group_have_as_many_samples_and_rewards(talk: Make) -> None
         assert "warning" in client.post(f"/v1/sessions/{name}/reward", json={"reward": 1.0}).json()
         [sample] = client.get(f"/v1/sessions/{name}/samples").json()["samples"]
         assert (len(sample["turns"]), sample["ambiguous"]) == (3, True)
+
+
+_PREFILL = {"continue_final_message": True, "add_generation_prompt": False}
+_SAID = {"role": "assistant", "content": "there, "}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("echo", ["joined", "stripped", "parts"])
+def test_turn_that_continues_a_prefill_is_found(talk: Make, echo: str, stream: bool) -> None:
+    """Clients send the beginning and what was sampled after it as one message, or as they were."""
+    made = talk()
+    made.messages.append({"role": "assistant", "content": "So: "})
+    first = made.ask(reply=Reply(SPLIT, message=_SAID), stream=stream, **_PREFILL)
+    assert first.source.startswith("rendered") and first.sent is None
+    if echo != "parts":
+        joined = "So: there, "
+        made.messages[-2:] = [{**_SAID, "content": joined.strip() if echo == "stripped" else joined}]
+    new = user("more")
+    for _ in range(2):
+        expected = [*made.ids, *appended_after(made.model, made.ids, [new])]
+        answered = made.ask(new, stream=stream)
+        assert (answered.source, answered.sent) == ("extended", expected)
+
+
+@pytest.mark.parametrize(
+    "begun, fields",
+    [
+        ({"role": "assistant", "content": "So: "}, {"add_generation_prompt": False}),
+        ({"role": "assistant", "content": "So: "}, {**_PREFILL, "truncate_prompt_tokens": 500}),
+        ({"role": "assistant", "content": [{"type": "text", "text": "So: "}]}, _PREFILL),
+    ],
+)
+def test_turn_after_a_message_that_is_not_continued_alone_is_not_found(
+    talk: Make, begun: Message, fields: dict[str, Any]
+) -> None:
+    made = talk()
+    made.messages.append(begun)
+    made.ask(reply=Reply(SPLIT, message=_SAID), **fields)
+    made.messages[-2:] = [{**_SAID, "content": "So: there, "}]
+    assert made.ask(user("more")).source == "rendered: no_match"

@@ -56,7 +56,7 @@ _NAMED_G = {"function": {"name": "g", "arguments": "{}"}}
 SAME: list[list[Json]] = [
     # content
     [{"role": "assistant"}, *_variants(_turn, "", None, [], [""], [_text("")], [_text(None)])],
-    _variants(_user, "a", ["a"], [_text("a")], [{"text": "a"}], [{"type": None, "text": "a"}]),
+    _variants(_user, "a", ["a"], [_text("a")]),
     _variants(
         _user, "a", [_text("a", cache_control={"type": "ephemeral"})], [{"type": "input_text", "text": "a"}]
     ),
@@ -112,7 +112,15 @@ DIFFERENT: list[list[Json]] = [
     [_turn("<think>r</think>a"), _turn("a", reasoning="r")],
     # other parts
     _variants(_user, [_image("x")], [_image("y")], [_image("x", detail="low")], [_image("x"), _image("x")]),
-    _variants(_user, ["x"], ["", _image("x")], ["a", _image("x")], [_image("x"), "a"], [{"image_url": "x"}]),
+    _variants(
+        _user,
+        ["x"],
+        [{"text": "x"}],
+        ["", _image("x")],
+        ["a", _image("x")],
+        [_image("x"), "a"],
+        [{"image_url": "x"}],
+    ),
     _variants(_user, [{**_image("x"), "uuid": "1"}], [{**_image("x"), "uuid": "2"}], [_image("x")]),
     # names and ids
     [{"role": "tool", "content": "a", "tool_call_id": call_id} for call_id in ("1", "2", "", 1, None)],

@@ -81,6 +81,7 @@ def test_fields_of_calls_and_tools_have_the_order_of_vllm() -> None:
 _BRIEF = {"role": "system", "content": "Be brief."}
 _KIND = {"role": "developer", "content": ["Be", "kind."], "name": "n"}
 _USER = {"role": "user", "content": "Hi"}
+_TEXT = {"type": "text", "text": "a"}
 
 
 @pytest.mark.parametrize("parts", [False, True])
@@ -101,6 +102,14 @@ def test_system_messages_are_merged_for_templates_without_developer(
     assert [message["role"] for message in kept] == [message["role"] for message in messages]
 
 
+def test_text_that_is_null_is_no_part() -> None:
+    null: list[dict[str, Any]] = [{"type": "text", "text": None}, {"type": "text"}, {"type": "refusal"}]
+    for role in ("system", "user", "assistant", "tool"):
+        for parts, expected in ((False, "a"), (True, "a" if role == "tool" else [_TEXT])):
+            message = {"role": role, "content": [*null, _TEXT, *null]}
+            assert for_template([message], parts=parts)[0]["content"] == expected
+
+
 @pytest.mark.parametrize(
     "message, error",
     [
@@ -109,6 +118,7 @@ def test_system_messages_are_merged_for_templates_without_developer(
         ({"role": "assistant", "tool_calls": 5}, "tool calls of message 1"),
         ({"role": "assistant", "tool_calls": [{"type": "custom", "function": {}}]}, "of type 'function'"),
         ({"role": "user", "content": [{"type": "text", "text": "a", "uuid": "u"}]}, "holds no text"),
+        ({"role": "user", "content": [{"text": "a"}]}, "message 1 holds a part of type None"),
         ({"role": "tool", "content": [{"type": "tool_reference", "name": 5}]}, "holds no name"),
     ],
 )

@@ -65,8 +65,25 @@ def test_vocabulary_of_the_template_comes_first_unless_asked(tmp_path: Path) -> 
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "tekken.json").write_text(json.dumps(_content()))
     assert ChatTokenizer.load(tmp_path).encode("hell") == own.encode("hell")
-    asked = ChatTokenizer.load(tmp_path, tekken=True, needs_template=False)
+    asked = ChatTokenizer.load(tmp_path, file="tekken.json", needs_template=False)
     assert (asked.encode("hell"), asked.has_template) == ([30 + 256 + _WORDS.index(b"hell")], False)
     (tmp_path / "tekken.json").unlink()
     with pytest.raises(TokenizerUnavailable, match=r"no tekken\.json"):
-        ChatTokenizer.load(tmp_path, tekken=True)
+        ChatTokenizer.load(tmp_path, file="tekken.json")
+
+
+@pytest.mark.parametrize("generation", [None, {}, {"eos_token_id": 7}])
+@pytest.mark.parametrize("nested", [False, True])
+def test_stops_of_the_model_count_where_no_generation_config_has_others(
+    tmp_path: Path, generation: dict[str, Any] | None, nested: bool
+) -> None:
+    """As for GLM, whose tokenizer has one of three, and for models with a `text_config`."""
+    stops = {"eos_token_id": [3, 4]}
+    _load(tmp_path, _content())
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "mistral"} | ({"text_config": stops} if nested else stops))
+    )
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    expected = {2, 7} if generation else {2, 3, 4}
+    assert ChatTokenizer.load(tmp_path, needs_template=False).stop_ids == expected
