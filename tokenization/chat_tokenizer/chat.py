@@ -112,10 +112,19 @@ class ChatTokenizer:
         return self._discovery.proof
 
     def is_local(
-        self, new_messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None = None
+        self,
+        new_messages: Sequence[Message],
+        template_kwargs: Mapping[str, Any] | None = None,
+        history: Sequence[Message] | None = None,
     ) -> bool:
-        """Whether it is proved that the text after a turn depends on no earlier message."""
-        return self._discovery.is_local(new_messages, RenderOptions(None, True, template_kwargs or {}))
+        """Whether it is proved that the text after a turn depends on no earlier message.
+
+        With a history: whether an append to it relies on that, because rendering all of it is dear.
+        """
+        options = RenderOptions(None, True, template_kwargs or {})
+        if history is not None:
+            return self._discovery.stands_alone(new_messages, history, options)
+        return self._discovery.is_local(new_messages, options)
 
     def prove(self, folder: Path | None = None) -> Proof:
         """Examine which part of a history determines the text that the template appends.
@@ -302,7 +311,7 @@ class ChatTokenizer:
                 )
             return Appended(prompt_ids, [], [])
         check_appended(new_messages, history, tools, template_kwargs)
-        options = RenderOptions(tools, add_generation_prompt, template_kwargs or {})
+        options = RenderOptions(tools, add_generation_prompt, template_kwargs or {}, limit.stopped)
         self._template.refuse_merged(new_messages, history, options)
         stopped = not cut_off and (last_id in self.stop_ids or last_id == stop_reason)
         ending = Ending(last_id, stopped, cut_off)

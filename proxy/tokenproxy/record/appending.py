@@ -198,7 +198,7 @@ class Auditor:
         self, tokenizer: ChatTokenizer, history: Messages, new: Messages, rendering: Rendering
     ) -> None:
         """Audit an append later, if it is the first of its kind or drawn. Any thread may call it."""
-        local = tokenizer.is_local(new, rendering.parse_template_kwargs())
+        local = tokenizer.is_local(new, rendering.parse_template_kwargs(), history)
         if not local or self._waiting >= MAX_WAITING:
             return
         kind = _kind(tokenizer, history, new, rendering)
