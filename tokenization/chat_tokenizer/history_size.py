@@ -17,7 +17,7 @@ from chat_tokenizer.histories import ANY_TOOLS, Messages, assistant, call, resul
 from chat_tokenizer.messages import Message
 from chat_tokenizer.renderer import Renderer, RenderOptions
 
-_MAX_SECONDS = 0.02
+_MAX_SECONDS = 0.05
 _MAX_MESSAGES, _MAX_BYTES = 1024, 2**21
 _SHARE = 16
 """The first history that is measured has this share of the most messages or bytes."""

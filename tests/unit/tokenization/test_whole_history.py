@@ -11,7 +11,7 @@ from chat_tokenizer.proof import Locality, Proof
 from chat_tokenizer.renderer import RenderOptions
 from chat_tokenizer.turns import Tail, tail_shown
 from tests.support.tiny_model import CHATML, END, TinyModel
-from tests.support.tiny_templates import MESSAGE, chatml
+from tests.support.tiny_templates import HEADER, MESSAGE, chatml
 from tests.unit.tokenization.in_memory import appended_text, tokenizer_with
 
 _NUMBERED = CHATML.replace("'<|im_start|>' + message.role", "'<|im_start|>' + message.role ~ loop.index")
@@ -74,6 +74,18 @@ def test_every_history_is_looked_at(template: str, monkeypatch: pytest.MonkeyPat
                 whole = tokenizer.text([*history, *messages])
                 rest = whole.split("<|im_end|>", len(history))[-1]
                 assert appended_text(tokenizer, "<|im_end|>", messages, history=history) == ("", rest)
+
+
+@pytest.mark.parametrize("text", ["Fine", "It's fine"])
+def test_end_of_a_list_of_parts_is_not_appended(text: str) -> None:
+    """The model writes the text alone. Python prints one with an apostrophe in double quotes."""
+    parts = "{{ [{'type': 'text', 'text': m.content}] }}{{ '<|im_end|>\n' }}"
+    tokenizer = tokenizer_with(chatml(HEADER + parts))
+    history = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}]
+    closed = appended_text(
+        tokenizer, text, [{"role": "user", "content": "why"}], history=history, finish_reason="length"
+    )
+    assert closed[0] == "<|im_end|>"
 
 
 def test_history_is_rendered_once_where_a_tail_differs_in_numbers(
