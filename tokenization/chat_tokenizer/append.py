@@ -4,7 +4,7 @@ The tail of a turn is cut after what the model sampled of it, and only the rest 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral
 
@@ -88,6 +88,8 @@ class Ending:
     turn, nothing is replaced."""
     cut_off: bool
     """Whether something else than the model ended it."""
+    after_stop: tuple[int, ...] = ()
+    """The ids after the last stop token of the model, if that is near the end; mostly none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,20 @@ def cut_tail(turn_tail: TurnTail, ending: Ending, last_text: str) -> Cut:
     if not closing:
         return _cut_without_close(turn_tail, last_text, stopped_as_last)
     return Cut(closing[-1].end, text[closing[-1].start : closing[-1].end], rewritten=True)
+
+
+def _after_close(turn_tail: TurnTail, after_stop: str) -> Cut | None:
+    """The end of a close that the ids hold already: they are those of a rendering, or the model went on.
+
+    None if another text than the template's follows the stop token. Example: after ids that end with
+    `<|im_end|>\n`, the tail `<|im_end|>\n<|im_start|>user...` is cut after the line feed.
+    """
+    stop = turn_tail.closing[-1] if turn_tail.closing else None
+    printed = turn_tail.whole.text_if_last.removeprefix(turn_tail.syntax)
+    if stop is None or not after_stop or printed[stop.end :] != after_stop:
+        return None
+    end = stop.end + len(after_stop)
+    return Cut(end) if turn_tail.text.startswith(printed[:end]) else None
 
 
 def _cut_without_close(turn_tail: TurnTail, last_text: str, stopped_as_last: bool) -> Cut:
@@ -209,7 +225,11 @@ def encode_after_cut(
     last_id = ending.last_id
     known = [last_id] if last_id < _MAX_IDS else []
     last_text = b"".join(encoder.token_bytes(known).values()).decode(errors="replace")
-    cut = cut_tail(turn_tail, ending, last_text)
+    if ending.stopped and turn_tail.closing and not added.text(last_id):
+        # ordinary text that only the request named as a stop token: the template's close follows it
+        ending = replace(ending, stopped=False, cut_off=True)
+    cut = _after_close(turn_tail, encoder.decode(ending.after_stop)) if ending.after_stop else None
+    cut = cut or cut_tail(turn_tail, ending, last_text)
     rest = turn_tail.text[cut.position :]
     notes = turn_tail.whole.notes + ((TURN_END_REWRITTEN,) if cut.rewritten else ())
     if not rest:

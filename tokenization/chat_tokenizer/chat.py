@@ -31,6 +31,8 @@ from chat_tokenizer.template import ContentFormat, Template
 from chat_tokenizer.turns import turn_context
 
 Unfinished = Literal["close", "continue", "reject"]
+LAST_IDS = 8
+"""Number of last ids in which a stop token is looked for: a template prints little after it."""
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 """Efforts of reasoning with thinking."""
 
@@ -112,10 +114,19 @@ class ChatTokenizer:
         return self._discovery.proof
 
     def is_local(
-        self, new_messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None = None
+        self,
+        new_messages: Sequence[Message],
+        template_kwargs: Mapping[str, Any] | None = None,
+        history: Sequence[Message] | None = None,
     ) -> bool:
-        """Whether it is proved that the text after a turn depends on no earlier message."""
-        return self._discovery.is_local(new_messages, RenderOptions(None, True, template_kwargs or {}))
+        """Whether it is proved that the text after a turn depends on no earlier message.
+
+        With a history: whether an append to it relies on that, because rendering all of it is dear.
+        """
+        options = RenderOptions(None, True, template_kwargs or {})
+        if history is not None:
+            return self._discovery.stands_alone(new_messages, history, options)
+        return self._discovery.is_local(new_messages, options)
 
     def prove(self, folder: Path | None = None) -> Proof:
         """Examine which part of a history determines the text that the template appends.
@@ -266,7 +277,7 @@ class ChatTokenizer:
         Args:
             prompt_ids: the prompt and the completion so far; the last id is the last sampled one. Not copied
                 before `Appended.prompt_ids` is read: until then only add ids to it. What is appended depends
-                on the last id alone, so a caller that keeps the others itself may pass only that one.
+                on the last `LAST_IDS` alone, so a caller that keeps the others itself may pass only these.
             new_messages: the messages after the sampled turn: tool results, user messages.
             history: the messages up to and including the sampled turn; needed by templates that print
                 details of earlier messages next to new ones, and for a new system message after a developer
@@ -302,10 +313,12 @@ class ChatTokenizer:
                 )
             return Appended(prompt_ids, [], [])
         check_appended(new_messages, history, tools, template_kwargs)
-        options = RenderOptions(tools, add_generation_prompt, template_kwargs or {})
+        options = RenderOptions(tools, add_generation_prompt, template_kwargs or {}, limit.stopped)
         self._template.refuse_merged(new_messages, history, options)
         stopped = not cut_off and (last_id in self.stop_ids or last_id == stop_reason)
-        ending = Ending(last_id, stopped, cut_off)
+        last_ids = list(prompt_ids[-LAST_IDS:])
+        stops = [index for index, each in enumerate(last_ids) if each in self.stop_ids]
+        ending = Ending(last_id, stopped, cut_off, tuple(last_ids[stops[-1] + 1 :]) if stops else ())
         close_ids, suffix_ids, notes = self._ids_after(ending, new_messages, history, options, limit)
         limit.check(len(close_ids) + len(suffix_ids))
         return Appended(prompt_ids, list(close_ids), list(suffix_ids), notes)
@@ -329,7 +342,7 @@ class ChatTokenizer:
         turn = turn_context(history[-1]) if history is not None else None
         key = digest(
             *(list(new), turn, options.key(), self._template.now()),
-            *(ending.last_id, ending.stopped, ending.cut_off),
+            *(ending.last_id, ending.stopped, ending.cut_off, ending.after_stop),
         )
         try:
             return self._suffixes.get_or_make(key, lambda: find(alone=True))

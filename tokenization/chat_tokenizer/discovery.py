@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from chat_tokenizer.errors import TemplateUnsupported
+from chat_tokenizer.history_size import HistorySize, measured_limit
 from chat_tokenizer.messages import Message
 from chat_tokenizer.new_texts import has_text
 from chat_tokenizer.proof import Locality, Proof, answers_calls, prove, tried_values, with_thinking
@@ -23,6 +24,8 @@ class Discovery:
     def __init__(self, template: Renderer, tails: Tails) -> None:
         self.proof: Proof | None = None
         self.tails = tails
+        self.computed = HistorySize()
+        """The longest history after which an append is computed from its rendering, whatever is proved."""
         self._template = template
         self._proving = threading.Lock()
         self._changing = threading.Lock()
@@ -34,6 +37,8 @@ class Discovery:
 
     def adopt(self, proof: Proof) -> Proof:
         """Adopt a proof from another process and keep the refutations of this one. Returns the result."""
+        if self.proof is None and self._template.syntax.complete:
+            self.computed = measured_limit(self._template)
         with self._changing:
             self.proof = proof if self.proof is None else self.proof.and_refuted_in(proof)
             return self.proof
@@ -49,16 +54,22 @@ class Discovery:
     def stands_alone(
         self, new: Sequence[Message], history: Sequence[Message] | None, options: RenderOptions
     ) -> bool:
-        """Whether it is proved that the turn stands for all before it; any turn, without a history."""
+        """Whether the turn stands for all before it, which is proved; any turn, without a history.
+
+        It does only where rendering the whole history is dear: after a long one, or where an engine renders.
+        """
         if history is None:
             locality = self.prove().locality(new)
             return locality in (Locality.NEW, Locality.NEW_AFTER_STOP) and self._tried(options)
+        complete = self._template.syntax.complete
+        if complete and self.computed.holds(history):
+            return False
         turn = history[-1]
         # a marker makes a turn without text another one, which only the whole rendering shows
         if not self.is_local(new, options) or not (turn.get("tool_calls") or has_text(turn.get("content"))):
             return False
         # without a source, a renderer may look for the call of any other result in earlier messages
-        return self._template.syntax.complete or answers_calls(turn, new)
+        return complete or answers_calls(turn, new)
 
     def _tried(self, options: RenderOptions) -> bool:
         """Whether the proof tested these options: at most one argument that is read, and its value.

@@ -169,6 +169,16 @@ def structures() -> Iterator[Messages]:
     yield [user(), result(8), assistant(), user()]
     yield [user(), assistant(""), user()]
     yield [user(), assistant(None, tool_calls=[call(8)]), result(8, name="alpha")]
+    # without a user message: the next one may be printed as the first
+    yield []
+    yield [system]
+    yield [system, system]
+    yield [assistant()]
+    yield [system, assistant()]
+    yield [result(8)]
+    yield [result(8), assistant()]
+    yield [_calls(8), result(8)]
+    yield [system, _calls(8), result(8)]
 
 
 def with_roles(syntax: Syntax) -> Iterator[Messages]:

@@ -166,17 +166,20 @@ def _pack(raw: bytes, count: int) -> bytes:
     return ids.astype("<i4").tobytes()
 
 
-def last(raw: bytes) -> int:
-    """The last id of a checked array. Example: 12 of `[5, 12]`.
+def last(raw: bytes, count: int) -> list[int]:
+    """The last ids of a checked array, at most `count`. Example: [5, 12] of `[7, 5, 12]`.
 
     Raises:
-        InvalidIds: the number has more digits than any id has.
+        InvalidIds: a number has more digits than any id has.
     """
+    end = start = raw.rfind(b"]")
+    for _ in range(count):
+        start = raw.rfind(b",", 0, max(start, 0))
+    numbers = [each.strip() for each in raw[(start if start >= 0 else raw.find(b"[")) + 1 : end].split(b",")]
     # check the digits first: Python refuses to parse integers of more than 4300 digits
-    digits = raw[max(raw.rfind(b","), raw.find(b"[")) + 1 : raw.rfind(b"]")].strip()
-    if len(digits) > _MAX_DIGITS:
+    if any(len(digits) > _MAX_DIGITS for digits in numbers):
         raise InvalidIds("must hold no ids beyond the vocabulary")
-    return int(digits)
+    return list(map(int, numbers))
 
 
 def join(raw: bytes, more: Sequence[int]) -> bytes:

@@ -52,7 +52,7 @@ from chat_tokenizer.tails import Tails, TurnTail
 from chat_tokenizer.turns import placeholder_context, turn_context
 
 log = logging.getLogger("tokenproxy")
-PROOF_VERSION = 7
+PROOF_VERSION = 8
 """Part of the key of a stored proof. Raise it when the proof changes."""
 MAX_SECONDS = 30.0
 """CPU time in seconds after which a template counts as not local. Most proofs take less than 1 s."""

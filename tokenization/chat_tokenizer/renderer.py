@@ -3,7 +3,7 @@
 What is appended to a turn is found by comparing renderings, with the same law for both.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,6 +19,8 @@ class RenderOptions:
     tools: Tools | None = None
     add_generation_prompt: bool = True
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    stopped: Callable[[], bool] = field(default=bool, repr=False, compare=False)
+    """Returns whether the caller no longer waits for the rendering."""
 
     def key(self) -> object:
         """A value for cache keys."""
@@ -75,6 +77,7 @@ class Renderer(Protocol):
         Raises:
             InvalidMessages: a message is malformed, or the renderer refuses it.
             TemplateUnsupported: the tokenizer does not give the engine's ids for the text.
+            Stopped: the caller no longer waits.
         """
         ...
 

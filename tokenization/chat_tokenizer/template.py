@@ -8,18 +8,18 @@ depends on the template's source only, and is determined once for each template.
 import inspect
 import json
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, SupportsIndex, TypeGuard, overload
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from chat_tokenizer.cache import BoundedCache
-from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported
+from chat_tokenizer.errors import InvalidMessages, Stopped, TemplateUnsupported
 from chat_tokenizer.messages import Message, for_template, tools_for_template
 from chat_tokenizer.renderer import RenderOptions
 from chat_tokenizer.syntax import Syntax, join_syntaxes, parse_source, read_syntax
@@ -160,6 +160,34 @@ def _unwrapped(node: nodes.Node | None) -> nodes.Node | None:
     return node
 
 
+class _Stoppable(list[dict[str, Any]]):
+    """Messages for a template, whose rendering ends where it reads a message and nobody waits for it.
+
+    Python cannot end a thread, and there are templates that read all messages again for each message.
+    """
+
+    def __init__(self, messages: Sequence[dict[str, Any]], stopped: Callable[[], bool]) -> None:
+        super().__init__(messages)
+        self._stopped = stopped
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for message in super().__iter__():
+            if self._stopped():
+                raise Stopped
+            yield message
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> "_Stoppable": ...
+    def __getitem__(self, index: SupportsIndex | slice) -> "dict[str, Any] | _Stoppable":
+        if self._stopped():
+            raise Stopped
+        if isinstance(index, slice):
+            return _Stoppable(super().__getitem__(index), self._stopped)
+        return super().__getitem__(index)
+
+
 class Template:
     """The chat template of a tokenizer: a `Renderer`. Safe to use from several threads."""
 
@@ -192,6 +220,7 @@ class Template:
 
         Raises:
             InvalidMessages: a message is malformed, the template refuses it, or it fails on it.
+            Stopped: the caller no longer waits.
         """
         source = self._source(options)
         converted = for_template(
@@ -210,10 +239,13 @@ class Template:
             "add_generation_prompt": options.add_generation_prompt,
             "tokenize": False,
         }
+        stoppable = _Stoppable(converted, options.stopped)
         try:
             # the Jinja environment of transformers is not documented as thread-safe
             with self._lock:
-                text: str = self._tokenizer.apply_chat_template(converted, **arguments)
+                text: str = self._tokenizer.apply_chat_template(stoppable, **arguments)
+        except Stopped:
+            raise
         except Exception as error:  # the boundary: a template is a program, and may raise anything
             raise InvalidMessages(_reason(error)) from error
         return text

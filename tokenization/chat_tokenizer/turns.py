@@ -40,8 +40,9 @@ from chat_tokenizer.renderer import Append, Renderer, RenderOptions
 TURN_NOT_PRINTED = "turn_not_printed"
 """A note: the template prints nothing of the turn's tool calls, or not its content."""
 MARK = "qZassistantZq"
-_PARTS = (("'text': '", "'}]"), ('"text": "', '"}]'))
-"""The text before and after a text in a list of parts, as Python and as JSON print it."""
+_PARTS = (("'text': '", "'}]"), ("'text': \"", '"}]'), ('"text": "', '"}]'))
+"""The text before and after a text in a list of parts, as Python and as JSON print it. Python writes a text
+with an apostrophe in double quotes."""
 _NUMBER = re.compile("[0-9]+")
 _QUOTES = 16
 """Tried from the end of a call's arguments, to find where their last text ends."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from chat_tokenizer import ChatTokenizer, ids
 from chat_tokenizer.cache import BoundedCache
+from chat_tokenizer.chat import LAST_IDS
 from chat_tokenizer.encoder import Limit
 from chat_tokenizer.thinking import ends_thinking, hidden_reasoning
 from tokenproxy.base.errors import BadRequest
@@ -95,7 +96,7 @@ def suffix(
     """
     stop_reason = turn.stop_reason if turn is not None else None
     following = tokenizer.append(
-        [ids.last(prefix)],
+        ids.last(prefix, LAST_IDS),
         new,
         history=history,
         finish_reason=turn.finish_reason if turn is not None else "stop",
@@ -198,7 +199,7 @@ class Auditor:
         self, tokenizer: ChatTokenizer, history: Messages, new: Messages, rendering: Rendering
     ) -> None:
         """Audit an append later, if it is the first of its kind or drawn. Any thread may call it."""
-        local = tokenizer.is_local(new, rendering.parse_template_kwargs())
+        local = tokenizer.is_local(new, rendering.parse_template_kwargs(), history)
         if not local or self._waiting >= MAX_WAITING:
             return
         kind = _kind(tokenizer, history, new, rendering)

@@ -139,12 +139,21 @@ def _is_distinctive(message: dict[str, Any]) -> bool:
     return sum(len(text.strip()) for text in texts if isinstance(text, str)) >= _DISTINCTIVE_BYTES
 
 
+def _size(raws: Sequence[msgspec.Raw]) -> int:
+    return sum(memoryview(raw).nbytes for raw in raws)
+
+
 class LazyMessages(Sequence[dict[str, Any]]):
     """Messages that are parsed when they are read: in a long history, mostly only the last one."""
 
     def __init__(self, raws: Sequence[msgspec.Raw]) -> None:
         self._raws = raws
         self._parsed: dict[int, dict[str, Any]] = {}
+
+    @property
+    def size(self) -> int:
+        """Bytes of the messages."""
+        return _size(self._raws)
 
     def __len__(self) -> int:
         return len(self._raws)
@@ -216,7 +225,7 @@ class Conversation:
 
     def size(self, first: int = 0) -> int:
         """Bytes of the messages from `first` on."""
-        return sum(memoryview(raw).nbytes for raw in self.raws[first:])
+        return _size(self.raws[first:])
 
     def json(self, first: int) -> bytes:
         """The messages from `first` on as a JSON array, as they were spelled."""

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from chat_tokenizer import ChatTokenizer
+from chat_tokenizer.history_size import HistorySize
 from chat_tokenizer.proof import Locality
 from tests.support.tiny_model import TinyModel
 from tests.support.tiny_templates import LOCAL, LOOKS_FOR_A_LENGTH, REFUTING_TEXT
@@ -23,6 +24,7 @@ def load(tiny_model: TinyModel) -> Load:
     def loaded(template: str) -> ChatTokenizer:
         tokenizer = ChatTokenizer.load(tiny_model.folder, template)
         tokenizer.prove()
+        tokenizer._discovery.computed = HistorySize(0, 0)
         return tokenizer
 
     return loaded

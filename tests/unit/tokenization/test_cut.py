@@ -239,9 +239,22 @@ def test_reported_stop_token_ends_a_turn(tokenizers: dict[str, ChatTokenizer]) -
     """A request may name stop tokens that the model's configuration does not know."""
     tokenizer = tokenizers["chatml"]
     assert appended_text(tokenizer, "!", [_user()]) == ("<|im_end|>", _CHATML_REST)
-    stop = token_id(tokenizer, "!")
-    assert appended_text(tokenizer, "!", [_user()], stop_reason=stop) == ("", _CHATML_REST)
+    stop = token_id(tokenizer, "<|im_start|>")
+    assert appended_text(tokenizer, "<|im_start|>", [_user()], stop_reason=stop) == ("", _CHATML_REST)
     assert appended_text(tokenizer, "o", [_user()], stop_reason=stop) == ("<|im_end|>", _CHATML_REST)
+    # ordinary text is no token that ends turns of this template: the close follows it
+    text = token_id(tokenizer, "!")
+    assert appended_text(tokenizer, "!", [_user()], stop_reason=text) == ("<|im_end|>", _CHATML_REST)
+
+
+@pytest.mark.parametrize("name", ["chatml", "hermes", "two tokens", "own"])
+def test_a_rendered_history_is_not_closed_twice(tokenizers: dict[str, ChatTokenizer], name: str) -> None:
+    """Its ids end with what the template prints after the stop token of the last turn."""
+    tokenizer, history = tokenizers[name], [_user(), {"role": "assistant", "content": "Yes."}]
+    ids = tokenizer.render(history, add_generation_prompt=False)
+    for given in (history, None):
+        appended = tokenizer.append(ids, [_user()], history=given)
+        assert appended.prompt_ids == tokenizer.render([*history, _user()])
 
 
 @pytest.mark.parametrize(

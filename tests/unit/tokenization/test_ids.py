@@ -60,7 +60,7 @@ def test_whole_floats_are_ids_where_that_is_allowed() -> None:
 def test_last_rejects_numbers_with_too_many_digits() -> None:
     """Python itself refuses to parse integers of more than 4300 digits: hence 5000."""
     with pytest.raises(InvalidIds, match="beyond the vocabulary"):
-        ids.last(b"[1, " + b"9" * 5000 + b" ]")
+        ids.last(b"[1, " + b"9" * 5000 + b" ]", 8)
 
 
 @pytest.mark.parametrize("broken", [b",,", b",07,", b",a,", b", ,", b",-1,", b",[1],"])
@@ -74,7 +74,7 @@ def test_count_compact_finds_what_is_broken_anywhere(broken: bytes, before: int)
 @given(st.lists(st.integers(0, 2**31 - 1), min_size=1), _SPELLINGS)
 def test_last_and_pack(values: list[int], spelling: dict[str, Any]) -> None:
     raw = _dumps(values, spelling)
-    assert ids.last(raw) == values[-1]
+    assert [ids.last(raw, count) for count in (1, 3)] == [values[-1:], values[-3:]]
     assert ids.pack(raw) == struct.pack(f"<{len(values)}i", *values)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from chat_tokenizer.histories import user
+from chat_tokenizer.history_size import HistorySize
 from chat_tokenizer.proof import Locality, Proof, load_proof, prove, store_proof
 from chat_tokenizer.renderer import RenderOptions
 from tests.support.tiny_templates import HEADER, LOCAL, MESSAGE, chatml
@@ -41,6 +42,8 @@ _CONDITIONS = {
     "messages[0].content.count('/x') > 2": "'qw /x /x /x qw'",
     "messages | selectattr('reasoning_content', 'equalto', '/x') | list": "",
     "messages[0].content == messages[-1].content": "user after user 'qn'",
+    "messages[:-1] | selectattr('role', 'equalto', 'user') | list == []": "after assistant",
+    "messages[0].role == 'tool'": "after tool 'qr', assistant",
 }
 
 
@@ -118,6 +121,7 @@ def test_audit_compares_with_the_turn_as_it_is() -> None:
     repeats = f"messages | length > 1 and {turn}[2:3] and {turn}[1:2] == {turn}[2:3]"
     tokenizer = tokenizer_with(_prompt_if(repeats))
     assert tokenizer.prove().after_messages is NEW
+    tokenizer._discovery.computed = HistorySize(0, 0)
     history: list[dict[str, Any]] = [user("Hi"), {"role": "assistant", "content": "Hello."}]
     options = RenderOptions(None, True, {})
     assert tokenizer._discovery.refutation([user("And?")], history, options) is None

@@ -7,9 +7,12 @@ import pytest
 
 from chat_tokenizer import ChatTokenizer
 from chat_tokenizer.messages import Message
+from chat_tokenizer.proof import Locality, Proof
 from chat_tokenizer.renderer import RenderOptions
 from chat_tokenizer.turns import Tail, tail_shown
 from tests.support.tiny_model import CHATML, END, TinyModel
+from tests.support.tiny_templates import HEADER, MESSAGE, chatml
+from tests.unit.tokenization.in_memory import appended_text, tokenizer_with
 
 _NUMBERED = CHATML.replace("'<|im_start|>' + message.role", "'<|im_start|>' + message.role ~ loop.index")
 _CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": '{"q": "x"}'}}
@@ -44,6 +47,45 @@ def test_prompt_equals_a_rendering(
         sampled = ids[: len(ids) - ids[::-1].index(END)]
         appended = tokenizer.append(sampled, new, history=history)
         assert appended.prompt_ids == tokenizer.render([*history, *new])
+
+
+_FIRST_USER = "{% set ns = namespace(first=true) %}" + chatml(
+    "{% if m.role == 'user' and ns.first %}{% set ns.first = false %}[SETTINGS]{% endif %}" + MESSAGE
+)
+_TRIMS = chatml(
+    MESSAGE.replace("m.content", "(m.content | trim if '1' in messages[0].content else m.content)")
+)
+_COUNTS_ROLES = chatml(after="{{ messages | map(attribute='role') | unique | list | length }}")
+_MEASURES = chatml(after="{{ '!' if messages[:-2] | map(attribute='content') | join | length % 3 == 1 }}")
+_KINDS = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+
+
+@pytest.mark.parametrize("template", [_FIRST_USER, _TRIMS, _COUNTS_ROLES, _MEASURES])
+def test_every_history_is_looked_at(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was proved: templates depend on roles, numbers, lengths and digits that no proof tries."""
+    tokenizer = tokenizer_with(template)
+    tokenizer.prove()
+    monkeypatch.setattr(tokenizer._discovery, "proof", Proof(Locality.NEW, Locality.NEW))
+    for roles in ("a", "sa", "ta", "ua", "sua", "ssa", "saa", "uuaa", "suata", "uautua"):
+        for text in ("1", " b ", "cc"):
+            history = [{"role": _KINDS[role], "content": text} for role in roles]
+            for new in ("why", " n "):
+                messages = [{"role": "user", "content": new}]
+                whole = tokenizer.text([*history, *messages])
+                rest = whole.split("<|im_end|>", len(history))[-1]
+                assert appended_text(tokenizer, "<|im_end|>", messages, history=history) == ("", rest)
+
+
+@pytest.mark.parametrize("text", ["Fine", "It's fine"])
+def test_end_of_a_list_of_parts_is_not_appended(text: str) -> None:
+    """The model writes the text alone. Python prints one with an apostrophe in double quotes."""
+    parts = "{{ [{'type': 'text', 'text': m.content}] }}{{ '<|im_end|>\n' }}"
+    tokenizer = tokenizer_with(chatml(HEADER + parts))
+    history = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}]
+    closed = appended_text(
+        tokenizer, text, [{"role": "user", "content": "why"}], history=history, finish_reason="length"
+    )
+    assert closed[0] == "<|im_end|>"
 
 
 def test_history_is_rendered_once_where_a_tail_differs_in_numbers(
