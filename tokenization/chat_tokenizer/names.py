@@ -1,7 +1,7 @@
 """Finds out whether a template prints the names of messages.
 
-The template is rendered with names and without, over conversations of every structure, with names that are the
-strings of its source: see `chat_tokenizer.histories`.
+The template is rendered with names and without, over conversations of every structure, with names that are
+the strings of its source: see `chat_tokenizer.histories`.
 """
 
 from collections.abc import Iterator

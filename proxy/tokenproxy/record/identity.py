@@ -47,8 +47,8 @@ BARE = "bare"
 KINDS = (EXACT, LOOSE, BARE)
 """The kinds of keys by which turns are found, in the order of `text_keys`."""
 LENIENT = "lenient"
-"""Kind of key: as LOOSE, in the form of the equivalences that have a reason, too. Only conversations with tool
-calls have one; it is looked up if the others find nothing."""
+"""Kind of key: as LOOSE, in the form of the equivalences that have a reason, too. It is recorded only for
+conversations with tool calls, and looked up only if the others find nothing."""
 CONTENT = "content"
 """Kind of key: the last message alone, or with the one before it if it is short. Explains a miss."""
 _PREFIX, _WHOLE = "ids-prefix", "ids-whole"

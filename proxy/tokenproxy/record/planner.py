@@ -38,8 +38,9 @@ from tokenproxy.record.appending import (
 from tokenproxy.record.cache import CachedTurn
 from tokenproxy.record.claims import Claims
 from tokenproxy.record.encoders import WORTH_A_THREAD_BYTES
-from tokenproxy.record.identity import Conversation, LazyMessages, Scope, scope_parts
+from tokenproxy.record.identity import Conversation, Scope, scope_parts
 from tokenproxy.record.images import ImageLoader, ImageModel, NotLoadable, expand_images, refs_in
+from tokenproxy.record.lenient import messages_after
 from tokenproxy.record.match import Match, Matcher
 from tokenproxy.record.plan import PromptPlan, ServedModel, place, place_nowhere
 from tokenproxy.record.store import StoreError
@@ -184,7 +185,7 @@ class Planner:
             turn,
             "messages",
             first,
-            lambda: (conversation.parse(first), LazyMessages(conversation.raws[:first])),
+            partial(messages_after, conversation, match.end, turn, match.message),
             any(message.media for message in conversation.messages[first:]),
             conversation.size(first),
         )
