@@ -180,35 +180,46 @@ def echo_reason(
     """
     if len(sent) != len(recorded):
         return None
-    pairs = zip(map(canonical, sent), map(canonical, recorded), strict=True)
-    if any(ours.reasoning not in (b"", theirs.reasoning) for ours, theirs in pairs):
+    reasons = {""}
+    ours, theirs = Context(equivalents), Context(equivalents)
+    for message, original in zip(sent, recorded, strict=True):
+        explained = _explained(_fields(message, 0), ours, _fields(original, 0), theirs)
+        if explained is None:
+            return None
+        reasons.update(each.reason for each in explained[-1:])
+        ours, theirs = _after(message, ours), _after(original, theirs)
+    return max(reasons, key=[each.reason for each in EQUIVALENCES].index)
+
+
+def _explained(
+    sent: Fields, ours: Context, recorded: Fields, theirs: Context
+) -> tuple[Equivalence, ...] | None:
+    """The fewest equivalences with a reason that explain the differences of a message; None for an edit."""
+    reasoning = stripped(sent.get("reasoning"))
+    if reasoning and reasoning != stripped(recorded.get("reasoning")):
         return None
     lenient = [each for each in EQUIVALENCES if each.level is Level.LENIENT]
-    for count in range(len(lenient) + 1):
-        for tried in combinations(lenient, count):
-            ours = _digests([each for each in tried if not each.one_way], sent, equivalents)
-            if ours == _digests(tried, recorded, equivalents):
-                return tried[-1].reason if tried else ""
+    for tried in (each for count in range(len(lenient) + 1) for each in combinations(lenient, count)):
+        two_way = [each for each in tried if not each.one_way]
+        if _digest_in(two_way, sent, ours) == _digest_in(tried, recorded, theirs):
+            return tried
     return None
 
 
-def _digests(
-    lenient: Sequence[Equivalence], messages: Sequence[Message], equivalents: Equivalents
-) -> list[bytes]:
-    """The digests of messages in the forms of some equivalences, and of all that have no reason."""
-    digests, call_ids = list[bytes](), tuple[object, ...]()
-    number = next((each.number for each in lenient if each.number), whole)
-    for index, message in enumerate(messages):
-        context = Context(equivalents, call_ids)
-        fields = formed(_fields(message, index), Level.STRICT, context)
-        call_ids = _ids_of(fields) or call_ids
-        if fields["role"] == "assistant":
-            fields = formed(fields, Level.LOOSE, context)
-        for each in lenient:
-            fields = each.form(fields, context) if each.form else fields
-        assistant = fields["role"] == "assistant"
-        digests.append(_digest(b"message", pack(fields, number=number if assistant else None)))
-    return digests
+def _digest_in(lenient: Sequence[Equivalence], fields: Fields, context: Context) -> bytes:
+    """The digest of a message in the forms of some equivalences, and of all that have no reason."""
+    fields, number = formed(fields, Level.STRICT, context), None
+    if fields["role"] == "assistant":
+        fields = formed(fields, Level.LOOSE, context)
+        number = next((each.number for each in lenient if each.number), whole)
+    for each in lenient:
+        fields = each.form(fields, context) if each.form else fields
+    return _digest(b"message", pack(fields, number=number))
+
+
+def _after(message: Message, context: Context) -> Context:
+    """The context of the next message."""
+    return Context(context.equivalents, _ids_of(_fields(message, 0)) or context.call_ids)
 
 
 def _ids_of(fields: Fields) -> tuple[object, ...]:

@@ -211,7 +211,8 @@ def _rewards(fields: Fields) -> dict[str, float]:
 async def _save(request: Request, services: Services) -> Response:
     """Create a session, or change its description; fields that the request does not hold stay.
 
-    `id`, `defaults`, `overrides`, `metadata`, `limits`, `policy`; `echo` is kept as the override `echo_policy`.
+    `id`, `defaults`, `overrides`, `metadata`, `limits`, `policy`; `echo` is kept as the override
+    `echo_policy`.
     """
     store, fields = services.store, parse(request.body or b"{}")
     field = "id" if raw_value(fields, "id") is not None else "session_id"  # rLLM's name for it

@@ -12,6 +12,7 @@ from tests.support.talk import Message, Talk, call, result, user
 from tests.support.tiny_model import SPLIT
 
 _LONG = 1234567890123456789
+"""JavaScript prints it as 1234567890123456800."""
 _ARGUMENTS = json.dumps({"id": _LONG, "city": "Rome", "days": 2})
 _TOOL: Message = {
     "type": "function",
@@ -38,7 +39,7 @@ def _turn(made: Talk, index: int = -1) -> Message:
     return [message for message in made.messages if message["role"] == "assistant"][index]
 
 
-def _rename(made: Talk, index: int = -1) -> None:
+def _rename(made: Talk, index: int = -1) -> Any:
     """New ids for the calls of a turn and their results."""
     for position, each in enumerate(_turn(made, index)["tool_calls"]):
         old, each["id"] = each["id"], f"call_{index}_{position}"
@@ -47,13 +48,13 @@ def _rename(made: Talk, index: int = -1) -> None:
                 message["tool_call_id"] = each["id"]
 
 
-def _argue(made: Talk, **arguments: Any) -> None:
+def _argue(made: Talk, **arguments: Any) -> Any:
     """Change arguments of the last turn's first call."""
     function = _turn(made)["tool_calls"][0]["function"]
     function["arguments"] = json.dumps({**json.loads(function["arguments"]), **arguments})
 
 
-def _set(made: Talk, index: int, **fields: Any) -> None:
+def _set(made: Talk, index: int, **fields: Any) -> Any:
     made.messages[index] = {**made.messages[index], **fields}
 
 
@@ -119,8 +120,7 @@ def test_an_echo_keeps_the_sampled_ids(talk: Callable[..., Talk], change: Change
     recorded = copy.deepcopy(made.messages[-2:])
     before = made.ids
     change(made)
-    made.messages[-2:], new = [], made.messages[-2:]
-    answered = made.ask(*new, reply=Reply(SPLIT))
+    answered = made.ask(reply=Reply(SPLIT))
     assert answered.source == "extended" + (f": {reason}" if reason else "")
     whole = made.model.render(
         [*[{"role": "user", "content": "."}, {"role": "assistant", "content": "."}], *recorded]
