@@ -137,11 +137,12 @@ def canonical(
         InvalidMessages: the message is not an object or has no role, its content is neither text nor parts, a
             tool call is not an object with a function, or a value is not JSON.
     """
-    context = Context(equivalents, call_ids)
-    fields = formed(_fields(message, index), Level.STRICT, context)
+    context, fields = Context(equivalents, call_ids), _fields(message, index)
+    if equivalents.nameless and "name" in fields:  # all that this level has; most messages have no name
+        fields = formed(fields, Level.STRICT, context)
     strict = _digest(b"message", pack(fields))
     if fields["role"] != "assistant":
-        numbered = numbered_calls(fields, context)
+        numbered = numbered_calls(fields, context) if call_ids else fields
         lenient = strict if numbered is fields else _digest(b"message", pack(numbered))
         return CanonicalMessage(strict, strict, b"", lenient=lenient, call_ids=call_ids)
     reasoning, loosely = stripped(fields.get("reasoning")), formed(fields, Level.LOOSE, context)
