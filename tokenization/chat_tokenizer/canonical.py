@@ -27,84 +27,41 @@ Arguments compare as plain text if they are not JSON, or if parsing them loses i
 parsers: repeated keys, NaN, Infinity, numbers beyond the range of a float, integers with more digits than
 Python parses, and nesting deeper than `lossless_json.MAX_DEPTH`.
 
-A matcher compares `strict` first. A client may drop the reasoning of an assistant message, strip its content
-and write the defaults of tools into its calls before it sends the message back; `loose` ignores all three. It
-also ignores whether a whole number in arguments is a float: clients in JavaScript send 1.0 back as 1. And it
-ignores U+FFFD at the end of the content: where sampling stopped within a character, engines show no text for
-its first bytes, and a client that decodes the ids itself gets U+FFFD for them. `loose` ignores *edited*
-reasoning as well, so check a match on `loose` alone with `CanonicalMessage.is_copy_of`.
+A matcher compares `strict` first. Clients also send messages back in other forms: `EQUIVALENCES` lists them,
+each with the digest that ignores it. `loose` ignores *edited* reasoning as well, so check a match on `loose`
+alone with `CanonicalMessage.is_copy_of`; `lenient` also ignores edited text next to calls, so check a match
+on it with `echo_reason`.
 """
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 import msgspec
 
+from chat_tokenizer.equivalences import (
+    ARGUMENTS_INDEX,
+    EQUIVALENCES,
+    ID_INDEX,
+    NO_EQUIVALENTS,
+    Context,
+    Equivalence,
+    Equivalents,
+    Fields,
+    Level,
+    equivalents,
+    formed,
+    numbered_calls,
+    stripped,
+)
 from chat_tokenizer.errors import InvalidMessages
-from chat_tokenizer.lossless_json import pack, parse
+from chat_tokenizer.lossless_json import as_double, pack, parse, whole
 from chat_tokenizer.messages import TEXT_PARTS, Message
 
 _DIGEST_SIZE = 16
-_ARGUMENTS_INDEX = 3
-"""Index of the arguments in the list that `_call` returns for a function call."""
-_REPLACEMENT = "\ufffd"
-"""What decoders put for bytes that are no character."""
 _PARTS_WITH_OWN_KEY = frozenset({"refusal", "thinking"})
 """Types of text parts whose text is under the name of the type, not under `text`."""
-
-
-@dataclass(frozen=True, slots=True)
-class ArgumentDefaults:
-    """The defaults that tools declare for their arguments. Some clients write them into calls they return.
-
-    Claude Code sends `{"path": "a", "replace_all": false}` back where the model sampled `{"path": "a"}` and
-    the schema of the tool declares `"default": false`. A call that states a default equals the call without.
-    """
-
-    packed: Mapping[str, Mapping[str, bytes]] = field(default_factory=dict)
-    """For each function the properties with a default, in the encoding of `pack`, 1.0 as 1."""
-
-    @property
-    def digest(self) -> bytes:
-        """16 bytes; empty if there are no defaults."""
-        if not self.packed:
-            return b""
-        spelled = {name: {key: value.hex() for key, value in of.items()} for name, of in self.packed.items()}
-        return _digest(b"defaults", pack(spelled))
-
-    def drop(self, function: object, arguments: object) -> object:
-        """The arguments of a call without those that equal a default; `arguments` itself if none does."""
-        packed = self.packed.get(function) if isinstance(function, str) else None
-        if not packed or not isinstance(arguments, dict):
-            return arguments
-        named = packed.keys() & arguments.keys()
-        stated = {name for name in named if pack(arguments[name], whole_floats=False) == packed[name]}
-        return {name: value for name, value in arguments.items() if name not in stated}
-
-
-NO_DEFAULTS = ArgumentDefaults()
-
-
-def argument_defaults(tools: Sequence[Mapping[str, Any]]) -> ArgumentDefaults:
-    """The defaults of the functions in a chat request's tools. Schemas of other shapes declare none."""
-    packed: dict[str, dict[str, bytes]] = {}
-    for tool in tools:
-        function = _object(tool.get("function"))
-        properties = _object(_object(function.get("parameters")).get("properties"))
-        defaults = {
-            name: pack(schema["default"], whole_floats=False)
-            for name, schema in properties.items()
-            if isinstance(schema, Mapping) and "default" in schema
-        }
-        if defaults and isinstance(function.get("name"), str):
-            packed[function["name"]] = defaults
-    return ArgumentDefaults(packed)
-
-
-def _object(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
 
 
 class CanonicalMessage(msgspec.Struct, frozen=True, gc=False):
@@ -113,9 +70,8 @@ class CanonicalMessage(msgspec.Struct, frozen=True, gc=False):
     strict: bytes
     """16 bytes: digest of the whole message."""
     loose: bytes
-    """16 bytes: digest of an assistant message without reasoning, its content stripped of white space at both
-    ends and of U+FFFD at its end, 1.0 in arguments as 1, its calls without arguments that equal the tool's
-    default. Equals `strict` if that changes nothing, and for all other roles."""
+    """16 bytes: digest of an assistant message in the form of all equivalences up to `Level.LOOSE`. Equals
+    `strict` if that changes nothing, and for all other roles."""
     reasoning: bytes
     """16 bytes: digest of an assistant's reasoning, stripped; empty if there is none."""
     without_arguments: bytes = b""
@@ -123,6 +79,10 @@ class CanonicalMessage(msgspec.Struct, frozen=True, gc=False):
     arguments: tuple[bytes, ...] = ()
     """17 bytes for each tool call: b"j" and the digest of its JSON object, 1.0 in it as 1, or b"t" and the
     digest of anything else."""
+    lenient: bytes = b""
+    """16 bytes: digest of the form up to `Level.LENIENT`; equals `loose` if that changes nothing."""
+    call_ids: tuple[object, ...] = ()
+    """The ids of the calls that a result after this message may answer."""
 
     @property
     def cut_off(self) -> bool:
@@ -159,41 +119,113 @@ class CanonicalMessage(msgspec.Struct, frozen=True, gc=False):
         return self.loose == recorded.loose and self.reasoning in (b"", recorded.reasoning)
 
 
-def canonical(message: Message, index: int = 0, defaults: ArgumentDefaults = NO_DEFAULTS) -> CanonicalMessage:
+def canonical(
+    message: Message,
+    index: int = 0,
+    equivalents: Equivalents = NO_EQUIVALENTS,
+    call_ids: tuple[object, ...] = (),
+) -> CanonicalMessage:
     """Compute the digests of one message, in time linear in its size, at any nesting.
 
     Args:
         message: an OpenAI chat message, as parsed from JSON. It is not changed.
         index: the message's position in the conversation, for the error message.
-        defaults: those of the conversation's tools.
+        equivalents: those of the conversation's tools and template.
+        call_ids: those of the message before it.
 
     Raises:
         InvalidMessages: the message is not an object or has no role, its content is neither text nor parts, a
             tool call is not an object with a function, or a value is not JSON.
     """
-    fields = _fields(message, index)
+    context, fields = Context(equivalents, call_ids), _fields(message, index)
+    if equivalents.nameless and "name" in fields:  # all that this level has; most messages have no name
+        fields = formed(fields, Level.STRICT, context)
     strict = _digest(b"message", pack(fields))
     if fields["role"] != "assistant":
-        return CanonicalMessage(strict, strict, b"")
-    reasoning, content = _stripped(fields.get("reasoning")), _stripped(fields["content"])
-    loose = strict
-    if "reasoning" in fields or "tool_calls" in fields or content != fields["content"]:
-        loosely = {key: value for key, value in fields.items() if key != "reasoning"} | {"content": content}
-        if "tool_calls" in fields and defaults.packed:
-            loosely["tool_calls"] = [_without_defaults(call, defaults) for call in fields["tool_calls"]]
-        loose = _digest(b"message", pack(loosely, whole_floats=False))
+        numbered = numbered_calls(fields, context) if call_ids else fields
+        lenient = strict if numbered is fields else _digest(b"message", pack(numbered))
+        return CanonicalMessage(strict, strict, b"", lenient=lenient, call_ids=call_ids)
+    reasoning, loosely = stripped(fields.get("reasoning")), formed(fields, Level.LOOSE, context)
     reasoning_digest = _digest(b"reasoning", pack(reasoning)) if reasoning else b""
-    if "tool_calls" not in fields:
-        return CanonicalMessage(strict, loose, reasoning_digest)
-    calls = fields["tool_calls"]
-    bare = {key: value for key, value in fields.items() if key != "reasoning"}
-    bare |= {"content": content, "tool_calls": [call[:_ARGUMENTS_INDEX] for call in calls]}
+    calls = fields.get("tool_calls")
+    if not calls:
+        loose = strict if loosely is fields else _digest(b"message", pack(loosely))
+        return CanonicalMessage(strict, loose, reasoning_digest, lenient=loose, call_ids=call_ids)
     arguments = tuple(
         (b"t" if _lacks_object(call) else b"j")
-        + _digest(b"arguments", pack(call[_ARGUMENTS_INDEX:], whole_floats=False))
+        + _digest(b"arguments", pack(call[ARGUMENTS_INDEX:], number=whole))
         for call in calls
     )
-    return CanonicalMessage(strict, loose, reasoning_digest, _digest(b"bare", pack(bare)), arguments)
+    return CanonicalMessage(
+        strict,
+        _digest(b"message", pack(loosely, number=whole)),
+        reasoning_digest,
+        _digest(b"bare", pack(formed(loosely, Level.BARE, context))),
+        arguments,
+        _digest(b"message", pack(formed(loosely, Level.LENIENT, context), number=as_double)),
+        _ids_of(fields),
+    )
+
+
+def echo_reason(
+    sent: Sequence[Message], recorded: Sequence[Message], equivalents: Equivalents = NO_EQUIVALENTS
+) -> str | None:
+    """Why messages that a client sent are recognised as those that were recorded.
+
+    Returns:
+        the reason of the fewest equivalences that explain all differences, that of the last of them in
+        `EQUIVALENCES`; empty if all have none, None if the client edited a message.
+
+    Raises:
+        InvalidMessages: as `canonical`.
+    """
+    if len(sent) != len(recorded):
+        return None
+    reasons = {""}
+    ours, theirs = Context(equivalents), Context(equivalents)
+    for message, original in zip(sent, recorded, strict=True):
+        explained = _explained(_fields(message, 0), ours, _fields(original, 0), theirs)
+        if explained is None:
+            return None
+        reasons.update(each.reason for each in explained[-1:])
+        ours, theirs = _after(message, ours), _after(original, theirs)
+    return max(reasons, key=[each.reason for each in EQUIVALENCES].index)
+
+
+def _explained(
+    sent: Fields, ours: Context, recorded: Fields, theirs: Context
+) -> tuple[Equivalence, ...] | None:
+    """The fewest equivalences with a reason that explain the differences of a message; None for an edit."""
+    reasoning = stripped(sent.get("reasoning"))
+    if reasoning and reasoning != stripped(recorded.get("reasoning")):
+        return None
+    lenient = [each for each in EQUIVALENCES if each.level is Level.LENIENT]
+    for tried in (each for count in range(len(lenient) + 1) for each in combinations(lenient, count)):
+        two_way = [each for each in tried if not each.one_way]
+        if _digest_in(two_way, sent, ours) == _digest_in(tried, recorded, theirs):
+            return tried
+    return None
+
+
+def _digest_in(lenient: Sequence[Equivalence], fields: Fields, context: Context) -> bytes:
+    """The digest of a message in the forms of some equivalences, and of all that have no reason."""
+    fields, number = formed(fields, Level.STRICT, context), None
+    if fields["role"] == "assistant":
+        fields = formed(fields, Level.LOOSE, context)
+        number = next((each.number for each in lenient if each.number), whole)
+    for each in lenient:
+        fields = each.form(fields, context) if each.form else fields
+    return _digest(b"message", pack(fields, number=number))
+
+
+def _after(message: Message, context: Context) -> Context:
+    """The context of the next message."""
+    return Context(context.equivalents, _ids_of(_fields(message, 0)) or context.call_ids)
+
+
+def _ids_of(fields: Fields) -> tuple[object, ...]:
+    """The ids of the tool calls."""
+    return tuple(call[ID_INDEX] for call in fields.get("tool_calls", ()) if call[0] == "function")
 
 
 def start(
@@ -251,23 +283,23 @@ def chain(
         InvalidMessages: as `canonical` and `start`.
     """
     digest = start(tools=tools, template_kwargs=template_kwargs, model=model, session=session)
-    defaults = argument_defaults(tools or ()) if loose else NO_DEFAULTS
+    equal = equivalents(tools or ()) if loose else NO_EQUIVALENTS
     digests = []
     for index, message in enumerate(messages):
-        digests_of_message = canonical(message, index, defaults)
+        digests_of_message = canonical(message, index, equal)
         digest = extend(digest, digests_of_message.loose if loose else digests_of_message.strict)
         digests.append(digest)
     return digests
 
 
-def _fields(message: Message, index: int) -> dict[str, Any]:
-    """The fields of a message that reach a prompt, in one spelling, as a JSON value to hash."""
+def _fields(message: Message, index: int) -> Fields:
+    """See `Fields`."""
     if not isinstance(message, Mapping):
         raise InvalidMessages(f"message {index} must be an object")
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise InvalidMessages(f"message {index} needs a role")
-    fields: dict[str, Any] = {"role": role, "content": _content(message.get("content"), index)}
+    fields: Fields = {"role": role, "content": _content(message.get("content"), index)}
     for key in ("name", "tool_call_id", "task"):
         if message.get(key) is not None:
             fields[key] = message[key]
@@ -345,14 +377,6 @@ def _call(call: object, index: int) -> list[Any]:
     return ["function", call.get("id"), function.get("name"), *_arguments(function.get("arguments"))]
 
 
-def _without_defaults(call: list[Any], defaults: ArgumentDefaults) -> list[Any]:
-    """A call of `_call` without arguments that equal the tool's default."""
-    if call[_ARGUMENTS_INDEX : _ARGUMENTS_INDEX + 1] != ["json"]:
-        return call
-    kind, call_id, name, form, arguments = call
-    return [kind, call_id, name, form, defaults.drop(name, arguments)]
-
-
 def _arguments(arguments: object) -> tuple[str, object]:
     """The arguments of a tool call: "json" and a value, or "text" and a text that is not JSON."""
     if arguments is None or arguments == "":
@@ -367,13 +391,8 @@ def _arguments(arguments: object) -> tuple[str, object]:
 
 def _lacks_object(call: list[Any]) -> bool:
     """Whether a function call in the form of `_call` has arguments that are no object."""
-    arguments = call[_ARGUMENTS_INDEX:]
+    arguments = call[ARGUMENTS_INDEX:]
     return bool(arguments) and not isinstance(arguments[1], Mapping)
-
-
-def _stripped(value: object) -> object:
-    """A text without white space at its ends, and without the mark of a character that was cut at its end."""
-    return value.strip().rstrip(_REPLACEMENT).rstrip() if isinstance(value, str) else value
 
 
 def _digest(kind: bytes, packed: bytes) -> bytes:

@@ -24,6 +24,7 @@ from chat_tokenizer.engine_renderer import EngineRenderer, Render
 from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported, TokenizerUnavailable, UnfinishedTurn
 from chat_tokenizer.files import VocabularyFile, load_files
 from chat_tokenizer.messages import Message, Tools, check_appended
+from chat_tokenizer.names import nameless_roles
 from chat_tokenizer.proof import Proof, load_proof, proof_key, store_proof
 from chat_tokenizer.renderer import Renderer, RenderOptions
 from chat_tokenizer.tails import Tails
@@ -100,6 +101,11 @@ class ChatTokenizer:
         without = self._text_of_effort("none")
         efforts = map(self._text_of_effort, _EFFORTS)
         return "low" if without is None or without in efforts else "none"
+
+    @cached_property
+    def nameless_roles(self) -> frozenset[str]:
+        """The roles of messages whose `name` changes no rendering. The first call may take 0.1 s."""
+        return nameless_roles(self._template)
 
     def _text_of_effort(self, effort: str) -> str | None:
         kwargs = {"reasoning_effort": effort, "enable_thinking": effort != "none"}

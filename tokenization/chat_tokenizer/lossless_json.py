@@ -3,10 +3,13 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from decimal import Decimal
 
 from chat_tokenizer.errors import InvalidMessages
 
+_MOST_EXACT = 2**53
+"""Up to here every whole number is a double."""
 MAX_DEPTH = 100
 """JSON nested deeper is not parsed: a parser's own limit depends on the depth of the call stack."""
 
@@ -59,7 +62,11 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_finite, pars
 
 
 def pack(
-    value: object, *, sort_keys: bool = True, keep_nulls: bool = True, whole_floats: bool = True
+    value: object,
+    *,
+    sort_keys: bool = True,
+    keep_nulls: bool = True,
+    number: Callable[[float], float] | None = None,
 ) -> bytes:
     """Encode a JSON value as bytes, so that different values have different encodings.
 
@@ -69,7 +76,7 @@ def pack(
     Args:
         sort_keys: ignore the order of keys in objects.
         keep_nulls: tell a key whose value is null from a missing one.
-        whole_floats: tell 1.0 from 1.
+        number: replaces each number.
 
     Raises:
         InvalidMessages: the value holds something that is not JSON.
@@ -95,11 +102,31 @@ def pack(
             out.append(b"o%d:" % len(keys))
             for key in reversed(keys):
                 stack += item[key], key
-        elif isinstance(item, float) and not whole_floats and item.is_integer():
-            out.append(_pack_scalar(int(item)))
+        elif number is not None and isinstance(item, int | float) and not isinstance(item, bool):
+            out.append(_pack_scalar(number(item)))
         else:
             out.append(_pack_scalar(item))
     return b"".join(out)
+
+
+def whole(number: float) -> float:
+    """1 for 1.0: clients in JavaScript send it back so."""
+    return int(number) if isinstance(number, float) and number.is_integer() else number
+
+
+def as_double(number: float) -> float:
+    """A number as JavaScript prints it, whose numbers all are doubles: 9007199254740993 as 9007199254740992.
+
+    Digits beyond those that tell a double from its neighbours are zeros: 1234567890123456789 as
+    1234567890123456800.
+    """
+    if isinstance(number, int) and abs(number) <= _MOST_EXACT:
+        return number
+    try:
+        double = float(number)
+    except OverflowError:
+        return number  # an infinity there, which JSON does not have
+    return int(Decimal(float.__repr__(double))) if double.is_integer() else double
 
 
 def _pack_scalar(item: object) -> bytes:

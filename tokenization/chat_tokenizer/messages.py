@@ -280,6 +280,14 @@ def tools_for_template(tools: Tools | None) -> list[Any] | None:
     return [_convert_tool(tool) for tool in tools] if tools else None
 
 
+def arguments_for_template(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The template's arguments without those that are null or "auto".
+
+    vLLM leaves these out (`merge_kwargs` in vllm/renderers/params.py), so that the server's defaults apply.
+    """
+    return {name: value for name, value in kwargs.items() if value is not None and value != "auto"}
+
+
 def _convert_tool(tool: Any) -> Any:
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):

@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from chat_tokenizer.cache import BoundedCache
 from chat_tokenizer.errors import InvalidMessages, Stopped, TemplateUnsupported
-from chat_tokenizer.messages import Message, for_template, tools_for_template
+from chat_tokenizer.messages import Message, arguments_for_template, for_template, tools_for_template
 from chat_tokenizer.renderer import RenderOptions
 from chat_tokenizer.syntax import Syntax, join_syntaxes, parse_source, read_syntax
 
@@ -226,14 +226,10 @@ class Template:
         converted = for_template(
             messages, parts=source.content_format == "openai", developer=source.developer
         )
-        # vLLM leaves out arguments that are null or "auto", so that the server's defaults apply
-        given = {
-            name: value for name, value in options.kwargs.items() if value is not None and value != "auto"
-        }
         # fields of the request override template variables of the same name, as in vLLM
         arguments = {
             **self._defaults,
-            **given,
+            **arguments_for_template(options.kwargs),
             "chat_template": source.text,
             "tools": tools_for_template(options.tools),
             "add_generation_prompt": options.add_generation_prompt,

@@ -74,6 +74,7 @@ def make_services(
             settings.finish_after_s,
             images,
             settings.thinking_policy,
+            settings.echo_policy,
         ),
         WeightCalls(fleet, metrics),
         encoders,

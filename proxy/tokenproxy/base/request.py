@@ -69,6 +69,15 @@ class ThinkingPolicy(StrEnum):
     """Where the chat template leaves some of it out, the engine renders the prompt anew."""
 
 
+class EchoPolicy(StrEnum):
+    """How a client must send back what was sampled: values of the setting `echo_policy`."""
+
+    LENIENT = "lenient"
+    """Forms that clients are known to send are recognised, if only one recorded turn can be meant."""
+    EXACT = "exact"
+    """Only what needs no reason is no edit."""
+
+
 class EngineRoute(StrEnum):
     """The engine's route that serves a request; its fields and its response have the format of this route."""
 
@@ -195,6 +204,8 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     echoed: Mapping[int, str] = {}
     """The ids of the turns that these tokens name, after they were verified."""
     thinking: ThinkingPolicy | None = None
+    """None for the server's default."""
+    echo_policy: EchoPolicy | None = None
     """None for the server's default."""
     findable: bool = True
     """Whether other requests may find its turn by its text: its scope was read, and its prompt renders that

@@ -2,12 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from tokenproxy.base.errors import BadRequest
 from tokenproxy.base.fields import flag, raw, raw_value, read, stream_options
 from tokenproxy.base.http import Request, header
-from tokenproxy.base.request import ChatRequest, Rendering, RetrySigns, SessionRef, ThinkingPolicy, Visible
+from tokenproxy.base.request import (
+    ChatRequest,
+    EchoPolicy,
+    Rendering,
+    RetrySigns,
+    SessionRef,
+    ThinkingPolicy,
+    Visible,
+)
 from tokenproxy.base.types import Fields
 from tokenproxy.formats.prompt_fields import template_kwargs
 from tokenproxy.formats.translated import Translation
@@ -32,6 +40,7 @@ _TEXT = Visible(ids=False, logprobs=False)
 """What a request without any of `_EVIDENCE` gets."""
 
 Schema = dict[str, Any]
+P = TypeVar("P", ThinkingPolicy, EchoPolicy)
 
 IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 """Token ids."""
@@ -120,7 +129,8 @@ def chat_request(
         fields: the chat completion, with the session's fields applied.
         more: fields of `ChatRequest` that the format sets itself.
     """
-    thinking = _take_thinking_policy(fields) if "thinking_policy" in fields else None
+    thinking = _take_policy(fields, "thinking_policy", ThinkingPolicy)
+    echo = _take_policy(fields, "echo_policy", EchoPolicy)
     special = None if _SPECIAL.isdisjoint(fields) else _special(fields)
     rendering, model = Rendering(), None
     try:
@@ -137,6 +147,7 @@ def chat_request(
         "visible": visible,
         "special": special or "",
         "thinking": thinking,
+        "echo_policy": echo,
         # without a generation prompt, the template does not render the sampled text as a turn
         "findable": special is None and rendering.add_generation_prompt,
         "prefill": special is Reason.SPECIAL_REQUEST and _only_continues(fields, rendering),
@@ -175,13 +186,15 @@ def shared_fields(
     }
 
 
-def _take_thinking_policy(fields: Fields) -> ThinkingPolicy | None:
-    """Remove the proxy's own field from a request. Raises BadRequest."""
-    policy = read(fields, "thinking_policy", str)
-    del fields["thinking_policy"]
-    if policy is not None and policy not in set(ThinkingPolicy):
-        raise BadRequest.of("thinking_policy", "must be `keep` or `template`")
-    return ThinkingPolicy(policy) if policy is not None else None
+def _take_policy(fields: Fields, name: str, values: type[P]) -> P | None:
+    """Remove a field of the proxy's own from a request. Raises BadRequest."""
+    if name not in fields:
+        return None
+    policy = read(fields, name, str)
+    del fields[name]
+    if policy is not None and policy not in set(values):
+        raise BadRequest.of(name, f"must be {' or '.join(f'`{value}`' for value in values)}")
+    return values(policy) if policy is not None else None
 
 
 def _rendering(fields: Fields) -> Rendering:

@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from chat_tokenizer import ids
-from chat_tokenizer.canonical import NO_DEFAULTS, ArgumentDefaults
+from chat_tokenizer.equivalences import NO_EQUIVALENTS, Equivalents
 from tokenproxy.record.identity import Conversation, ParsedMessage, parse_message
 from tokenproxy.record.store import RecordDamaged
 from tokenproxy.record.turn import PromptImage, Turn, unpack_ids
@@ -35,7 +35,7 @@ UNUSABLE = frozenset(
 )
 """Problems of a turn because of which its ids cannot be extended."""
 
-_MESSAGE_BYTES = 1_000
+_MESSAGE_BYTES = 1_100
 """Bytes of one parsed message besides its text: its digests, its checksum, and the objects that hold them."""
 _TURN_BYTES = 600
 """Bytes of a turn besides its ids."""
@@ -49,7 +49,7 @@ class _History(msgspec.Struct, eq=False):
     """The messages of one conversation. It only ever grows at its end."""
 
     data: bytes = b""
-    """The digest of its tools' defaults, and the messages as they were sent, with commas in between."""
+    """The digest of its equivalents, and the messages as they were sent, with commas in between."""
     messages: list[ParsedMessage] = []
     checksums: tuple[int, ...] = ()
     """Of the conversation up to each message."""
@@ -63,7 +63,7 @@ class Recalled(NamedTuple):
     """A conversation of which the beginning may be known."""
 
     raws: list[msgspec.Raw]
-    defaults: ArgumentDefaults
+    equivalents: Equivalents
     data: bytes
     """As that of a history."""
     checksums: list[int]
@@ -239,17 +239,17 @@ class TurnCache:
         self._turns: dict[str, CachedTurn] = {}
         self._lock = threading.Lock()
 
-    def recall(self, messages: bytes, defaults: ArgumentDefaults = NO_DEFAULTS) -> Recalled:
+    def recall(self, messages: bytes, equivalents: Equivalents = NO_EQUIVALENTS) -> Recalled:
         """Split a JSON array of messages, and find the history with which it begins.
 
         Args:
-            defaults: those of the conversation's tools.
+            equivalents: those of the conversation's tools and template.
 
         Raises:
             msgspec.DecodeError, UnicodeDecodeError: the bytes are not a JSON array.
         """
         raws = _split(messages) if messages else []
-        digest, checksums = defaults.digest, list[int]()
+        digest, checksums = equivalents.digest, list[int]()
         data, checksum = b",".join((digest, *raws)), zlib.crc32(digest)
         for raw in raws:
             checksum = zlib.crc32(raw, checksum)
@@ -262,8 +262,10 @@ class TurnCache:
                 ends = history.ends[:count]
                 if data.startswith(history.data[: ends[-1]]):
                     self._entries.move_to_end(history)
-                    return Recalled(raws, defaults, data, checksums, history.messages[:count], ends, history)
-        return Recalled(raws, defaults, data, checksums, [], ())
+                    return Recalled(
+                        raws, equivalents, data, checksums, history.messages[:count], ends, history
+                    )
+        return Recalled(raws, equivalents, data, checksums, [], ())
 
     def parse(self, recalled: Recalled) -> Conversation:
         """Parse the messages that are not cached.
@@ -273,15 +275,15 @@ class TurnCache:
             InvalidMessages: one of them is not a chat message.
         """
         raws, parsed, ends = recalled.raws, [*recalled.messages], [*recalled.ends]
-        end = ends[-1] if ends else len(recalled.defaults.digest)
+        end = ends[-1] if ends else len(recalled.equivalents.digest)
         for raw in raws[len(parsed) :]:
             message, before = bytes(raw), parsed[-1] if parsed else None
-            parsed.append(parse_message(message, len(parsed), before, recalled.defaults))
+            parsed.append(parse_message(message, len(parsed), before, recalled.equivalents))
             end += 1 + len(message)
             ends.append(end)
         if len(parsed) > len(recalled.messages):
             self._keep(recalled, parsed, ends)
-        return Conversation(raws, parsed, recalled.defaults)
+        return Conversation(raws, parsed, recalled.equivalents)
 
     def _keep(self, recalled: Recalled, messages: list[ParsedMessage], ends: list[int]) -> None:
         """Keep a conversation: as the end of the history that it continues, else, as a fork, in its own."""

@@ -5,7 +5,7 @@ import logging
 from functools import partial
 from weakref import WeakSet
 
-from tokenproxy.base.request import ThinkingPolicy
+from tokenproxy.base.request import EchoPolicy, ThinkingPolicy
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.appending import Auditor
 from tokenproxy.record.cache import TurnCache
@@ -41,8 +41,9 @@ class History:
         finish_after_s: float = 0.0,
         images: ImageLoader | None = None,
         thinking_policy: ThinkingPolicy = ThinkingPolicy.KEEP,
+        echo_policy: EchoPolicy = EchoPolicy.LENIENT,
     ) -> None:
-        """`overflow`, `finish_after_s` and `thinking_policy` are the settings of these names."""
+        """`overflow`, `finish_after_s` and the policies are the settings of these names."""
         self.auditor = auditor
         self.store = store
         self.encoders = encoders
@@ -52,7 +53,7 @@ class History:
         self.running: WeakSet[Recording] = WeakSet()
         """Of the requests that run."""
         self.pins = Pins(store, metrics)
-        matcher = Matcher(store, self.cache, encoders, metrics)
+        matcher = Matcher(store, self.cache, encoders, metrics, echo_policy)
         images = images or ImageLoader(encoders)
         renders = overflow == "render"
         self.planner = Planner(matcher, auditor, images, thinking_policy, renders)

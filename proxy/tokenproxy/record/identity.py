@@ -22,7 +22,9 @@ from typing import Any, overload
 import msgspec
 
 from chat_tokenizer import CanonicalMessage, InvalidMessages, canonical
-from chat_tokenizer.canonical import NO_DEFAULTS, ArgumentDefaults, extend, start
+from chat_tokenizer.canonical import extend, start
+from chat_tokenizer.equivalences import NO_EQUIVALENTS, Equivalents
+from chat_tokenizer.messages import arguments_for_template, tools_for_template
 from tokenproxy.base.fields import values_in
 from tokenproxy.base.request import Rendering, media_kind
 from tokenproxy.record.turn import IndexEntry, Turn
@@ -39,12 +41,14 @@ CHANGED = (
 EXACT = "exact"
 """Kind of key: the conversation as it was spelled."""
 LOOSE = "loose"
-"""Kind of key: the conversation, ignoring in assistant messages reasoning, white space around text, and
-arguments of calls that equal the tool's default."""
+"""Kind of key: the conversation in the form of the equivalences that need no reason."""
 BARE = "bare"
 """Kind of key: as LOOSE, and without the arguments of the last message's tool calls."""
 KINDS = (EXACT, LOOSE, BARE)
 """The kinds of keys by which turns are found, in the order of `text_keys`."""
+LENIENT = "lenient"
+"""Kind of key: as LOOSE, in the form of the equivalences that have a reason, too. It is recorded only for
+conversations with tool calls, and looked up only if the others find nothing."""
 CONTENT = "content"
 """Kind of key: the last message alone, or with the one before it if it is short. Explains a miss."""
 _PREFIX, _WHOLE = "ids-prefix", "ids-whole"
@@ -75,12 +79,15 @@ class ParsedMessage(msgspec.Struct, frozen=True, gc=False):
     """Digest of the conversation up to and including this message, exactly as the client spells it."""
     bare: bytes
     """As `loose`, and without the arguments of this message's tool calls."""
+    lenient: bytes
+    """As `loose`, in the form of the equivalences that have a reason, too; equals it if no message has such a
+    form."""
     content: bytes
     """Digest of this message, and of the one before it unless an equal message elsewhere is a copy of it."""
 
 
 def parse_message(
-    raw: bytes, index: int, before: ParsedMessage | None, defaults: ArgumentDefaults = NO_DEFAULTS
+    raw: bytes, index: int, before: ParsedMessage | None, equivalents: Equivalents = NO_EQUIVALENTS
 ) -> ParsedMessage:
     """Parse a message of a conversation.
 
@@ -88,7 +95,7 @@ def parse_message(
         raw: the message as JSON.
         index: its position in the conversation, for errors.
         before: the message before it; None for the first.
-        defaults: those of the conversation's tools.
+        equivalents: those of the conversation's tools and template.
 
     Raises:
         msgspec.DecodeError, UnicodeDecodeError: it is not a JSON object.
@@ -96,23 +103,26 @@ def parse_message(
     """
     if memoryview(raw).nbytes > _COUNTED_FROM_BYTES and values_in(_without_text(raw)) > MOST_VALUES:
         raise InvalidMessages(f"message {index} holds more than {MOST_VALUES} values")
-    return digest_message(_parse(raw), index, before, defaults)
+    return digest_message(_parse(raw), index, before, equivalents)
 
 
 def digest_message(
-    message: dict[str, Any], index: int, before: ParsedMessage | None, defaults: ArgumentDefaults
+    message: dict[str, Any], index: int, before: ParsedMessage | None, equivalents: Equivalents
 ) -> ParsedMessage:
     """As `parse_message`, of a message that is an object. Raises InvalidMessages."""
-    own = canonical(message, index, defaults)
+    own = canonical(message, index, equivalents, before.message.call_ids if before else ())
     loose, strict = (before.loose, before.strict) if before else (NOTHING, NOTHING)
+    lenient = before.lenient if before else NOTHING
     exactly = extend(strict, own.strict)
+    loosely = exactly if (loose, own.loose) == (strict, own.strict) else extend(loose, own.loose)
     return ParsedMessage(
         own,
         message["role"] == "assistant",
         media_kind(message.get("content")) is not None,
-        exactly if (loose, own.loose) == (strict, own.strict) else extend(loose, own.loose),
+        loosely,
         exactly,
         extend(loose, own.without_arguments) if own.arguments else b"",
+        loosely if (lenient, own.lenient) == (loose, own.loose) else extend(lenient, own.lenient),
         extend(b"" if before is None or _is_distinctive(message) else before.message.loose, own.loose),
     )
 
@@ -178,8 +188,8 @@ class Conversation:
     raws: Sequence[msgspec.Raw]
     """Each message as the client spelled it."""
     messages: Sequence[ParsedMessage]
-    defaults: ArgumentDefaults = NO_DEFAULTS
-    """Those of its tools."""
+    equivalents: Equivalents = NO_EQUIVALENTS
+    """Those of its tools and template."""
 
     @cached_property
     def ends(self) -> list[int]:
@@ -204,7 +214,7 @@ class Conversation:
     def answered(self, message: dict[str, Any]) -> ParsedMessage:
         """The message that was sampled after all others. Raises InvalidMessages."""
         before = self.messages[-1] if self.messages else None
-        return digest_message(message, len(self.messages), before, self.defaults)
+        return digest_message(message, len(self.messages), before, self.equivalents)
 
     def continued(self, message: dict[str, Any]) -> tuple["Conversation", dict[str, Any]] | None:
         """The conversation without its last message, and that message joined with what was sampled after it.
@@ -277,9 +287,10 @@ def scope_parts(
         InvalidMessages: they hold a value that JSON does not have.
     """
     options = {name: raw.decode() for name, raw in rendering.options.items() if name in rendered_fields}
+    # in the form that a template gets: what it does not get changes no rendering
     return (
-        start(tools=rendering.parse_tools()),
-        start(template_kwargs=rendering.parse_template_kwargs()),
+        start(tools=tools_for_template(rendering.parse_tools())),
+        start(template_kwargs=arguments_for_template(rendering.parse_template_kwargs())),
         start(template_kwargs=options),
         start(model=f"{tokenizer}/{model}"),
     )
@@ -308,7 +319,7 @@ def changed_part(before: Collection[bytes], now: Collection[bytes]) -> Reason | 
 
 
 def text_entries(scope: Scope, answer: ParsedMessage, ids: bytes) -> list[IndexEntry]:
-    """The three index entries of a turn.
+    """The index entries of a turn: three, or four if its conversation has tool calls.
 
     Args:
         answer: the assistant's message, see `Conversation.answered`.
@@ -317,7 +328,10 @@ def text_entries(scope: Scope, answer: ParsedMessage, ids: bytes) -> list[IndexE
     cut_off = answer.message.cut_off
     loosely = scope.key(BARE, answer.bare) if cut_off else scope.key(LOOSE, answer.loose)
     exactly, explaining = scope.key(EXACT, answer.strict), scope.key(CONTENT, answer.content)
-    return [IndexEntry(exactly, ids), IndexEntry(loosely, ids), IndexEntry(explaining)]
+    entries = [IndexEntry(exactly, ids), IndexEntry(loosely, ids), IndexEntry(explaining)]
+    if answer.lenient != answer.loose:
+        entries.append(IndexEntry(scope.key(LENIENT, answer.lenient), ids))
+    return entries
 
 
 def text_keys(scope: Scope, message: ParsedMessage) -> list[bytes]:

@@ -1,11 +1,10 @@
 """Finds the recorded turn that a request continues.
 
 The longest recorded conversation wins. Turns are searched first by the exact spelling of the conversation,
-then by a digest that ignores dropped reasoning and stripped text, then by one that ignores the arguments of
-tool calls that were cut off; each candidate is then checked. Turns with equal ids are one candidate. If
-several candidates with different ids remain, the one is used that the client names by a token (`echo.py`);
-if it names none, the prompt is rendered. A prompt of ids continues the turn with the most ids that it begins
-with, whatever its text.
+then by digests that ignore what clients drop or change (`chat_tokenizer.equivalences`); each candidate is
+then checked. Turns with equal ids are one candidate. If several candidates with different ids remain, the one
+is used that the client names by a token (`echo.py`); if it names none, the prompt is rendered. A prompt of
+ids continues the turn with the most ids that it begins with, whatever its text.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from msgspec.structs import replace
 
 from chat_tokenizer import InvalidIds, ids
 from chat_tokenizer.canonical import extend
-from tokenproxy.base.request import ChatRequest
+from tokenproxy.base.request import ChatRequest, EchoPolicy
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.cache import CachedTurn, TurnCache, read_turn
 from tokenproxy.record.claims import Claims
@@ -27,6 +26,7 @@ from tokenproxy.record.identity import (
     CONTENT,
     EXACT,
     KINDS,
+    LENIENT,
     Conversation,
     Scope,
     changed_part,
@@ -35,6 +35,7 @@ from tokenproxy.record.identity import (
     whole_key,
 )
 from tokenproxy.record.images import same_images
+from tokenproxy.record.lenient import is_continued, reason_of
 from tokenproxy.record.store import ALL, Store, StoreError, session_id
 from tokenproxy.record.turn import FOUND_AT_MOST, NOTHING, CandidateGroup, Found, PromptImage, Turn
 from tokenproxy.record.vocabulary import Reason
@@ -64,6 +65,8 @@ class Match(msgspec.Struct, frozen=True):
     """Whether the request belongs to the rollout of `turn`. If not, only the ids are reused."""
     claimed: bool = False
     """Whether `turn` was claimed for this request among several."""
+    message: bytes = b""
+    """The recorded message as JSON, where the client sent it back in a form that has a reason."""
     shared: tuple[bytes, bytes] | None = None
     """Set if other rollouts may hold turns with the ids of `turn`: the key that finds them, and the
     `ids_digest`."""
@@ -79,6 +82,8 @@ class _Search(NamedTuple):
     echoed: Mapping[int, str]
     """The turns that the client names, by the indexes of their messages: they decide between turns with
     equal text."""
+    lenient: bool
+    """Whether forms with a reason are searched too."""
 
 
 class _Fit(NamedTuple):
@@ -99,6 +104,8 @@ class Matcher:
     cache: TurnCache
     encoders: EncoderPool
     metrics: Metrics
+    echo_policy: EchoPolicy = EchoPolicy.LENIENT
+    """For requests that set none."""
 
     async def match(
         self,
@@ -111,7 +118,8 @@ class Matcher:
         """The longest recorded conversation that a request continues; pins its rollout."""
         match = Match(reason=Reason.FIRST_TURN)
         if conversation.ends or conversation.ends_with_assistant:
-            search = _Search(conversation, scope, _only_rollout(request), request.echoed)
+            lenient = (request.echo_policy or self.echo_policy) is EchoPolicy.LENIENT
+            search = _Search(conversation, scope, _only_rollout(request), request.echoed, lenient)
             try:
                 match = await self._search(search)
                 if match.turn is not None and not may_continue(match.turn):
@@ -217,6 +225,10 @@ class Matcher:
                 match = await self._choose(keys[end], found, search, end)
                 if match is not None:
                     return match
+            if search.lenient and ends[0] == conversation.ends[0]:
+                echo = await self._echo(search, ends[0], all_found)
+                if echo is not None:
+                    return echo
             del ends[:size]
         return Match(reason=await self._explain(search, all_found))
 
@@ -286,6 +298,34 @@ class Matcher:
             return Match(fit.turn, end, reason, candidates, shared=shared)
         return None
 
+    async def _echo(self, search: _Search, end: int, all_found: dict[bytes, Found]) -> Match | None:
+        """The turn that a client sent back in a form that has a reason, or why none is used.
+
+        None if no turn was sent back in such a form. Adds what was found to `all_found`.
+        """
+        message = search.conversation.messages[end]
+        if message.lenient == message.loose:
+            return None
+        key = search.scope.key(LENIENT, message.lenient)
+        all_found |= (hits := await self.store.find([key]))
+        found = hits.get(key, NOTHING)
+        candidates = found.turns(search.rollout)
+        candidates = [each for each in candidates if each.turn == search.echoed.get(end)] or candidates
+        fits: list[tuple[Turn, str]] = []
+        for each in candidates[:FOUND_AT_MOST]:
+            path = await self.store.path(each.turn, 1)
+            reason = await reason_of(self.store, self.encoders, search.conversation, end, path)
+            if reason:
+                fits.append((path[-1], reason))
+        evicted = any(not each.turn for group in found.groups for each in group.candidates)
+        if len(fits) > 1 or (fits and (evicted or len(candidates) > FOUND_AT_MOST or not found.all_listed)):
+            return Match(None, end, Reason.AMBIGUOUS, found.total)
+        if not fits or await is_continued(self.store, fits[0][0]):
+            return None
+        turn, reason = fits[0]
+        cached = await self.load(turn.id)
+        return Match(cached, end, Reason(reason), message=turn.message) if cached else None
+
     async def _named(self, fitting: Sequence["_Fit"], search: _Search, end: int) -> "_Fit | None":
         """The turn that the client names, if its text is that of the request."""
         turn = await self.load(search.echoed[end])
@@ -338,7 +378,8 @@ class Matcher:
             return Reason.EVICTED
         paths = [path for each in candidates if (path := await self.store.path(each.turn, 1))]
         if not paths:
-            return Reason.NO_MATCH
+            edited = any(hits.turns(rollout) for hits in found.values())
+            return Reason.HISTORY_EDITED if edited else Reason.NO_MATCH
         before = conversation.strict_before(last)
         same_text = [path[-1] for path in paths if path[-1].spelling_before == before]
         # if the scopes are equal, the difference is in the reasoning, which the keys ignore

@@ -15,10 +15,10 @@ from threading import Event
 import msgspec
 from msgspec.structs import replace
 
-from chat_tokenizer import InvalidMessages, TemplateUnsupported, TokenizationError, ids
+from chat_tokenizer import ChatTokenizer, InvalidMessages, TemplateUnsupported, TokenizationError, ids
 from chat_tokenizer.cache import BoundedCache, digest
-from chat_tokenizer.canonical import NO_DEFAULTS, ArgumentDefaults, argument_defaults
 from chat_tokenizer.encoder import Limit
+from chat_tokenizer.equivalences import Equivalents, equivalents
 from chat_tokenizer.errors import TooManyIds
 from chat_tokenizer.placeholders import PlaceholdersDiffer
 from tokenproxy.base.errors import RendererUnavailable
@@ -38,8 +38,9 @@ from tokenproxy.record.appending import (
 from tokenproxy.record.cache import CachedTurn
 from tokenproxy.record.claims import Claims
 from tokenproxy.record.encoders import WORTH_A_THREAD_BYTES
-from tokenproxy.record.identity import Conversation, LazyMessages, Scope, scope_parts
+from tokenproxy.record.identity import Conversation, Scope, scope_parts
 from tokenproxy.record.images import ImageLoader, ImageModel, NotLoadable, expand_images, refs_in
+from tokenproxy.record.lenient import messages_after
 from tokenproxy.record.match import Match, Matcher
 from tokenproxy.record.plan import PromptPlan, ServedModel, place, place_nowhere
 from tokenproxy.record.store import StoreError
@@ -72,7 +73,7 @@ class Planner:
     """For requests that set none."""
     renders_overflow: bool = False
     """Whether a conversation whose ids exceed the context is rendered anew; if not, it is an error."""
-    _read: BoundedCache[bytes, tuple[tuple[bytes, ...], ArgumentDefaults]] = field(
+    _read: BoundedCache[bytes, tuple[tuple[bytes, ...], Equivalents]] = field(
         default_factory=lambda: BoundedCache(1024)
     )
     """The parts of scopes, and the defaults of tools, by a digest of what they are read from."""
@@ -134,16 +135,17 @@ class Planner:
 
     async def _parts(
         self, rendering: Rendering, name: str, model: ServedModel
-    ) -> tuple[tuple[bytes, ...], ArgumentDefaults]:
+    ) -> tuple[tuple[bytes, ...], Equivalents]:
         """The parts of a scope, and the defaults of the tools. Raises as `identify`."""
-        fingerprint = model.tokenizer.fingerprint if model.tokenizer else ""
+        tokenizer = model.tokenizer
+        fingerprint = tokenizer.fingerprint if tokenizer else ""
         options, fields = [*rendering.options.items()], model.rendered_fields
         key = digest(rendering.tools, rendering.template_kwargs, options, fields, name, fingerprint)
         made = self._read.get(key)
         if made is None:
-            read = partial(_read, rendering, fields, name, fingerprint)
-            size = rendering.size
-            made = read() if size < WORTH_A_THREAD_BYTES else await self.matcher.encoders.run(read, size)
+            # on a thread also because the first call tries the template
+            read = partial(_read, rendering, fields, name, tokenizer)
+            made = await self.matcher.encoders.run(read, rendering.size)
             self._read.put(key, made)
         return made
 
@@ -183,7 +185,7 @@ class Planner:
             turn,
             "messages",
             first,
-            lambda: (conversation.parse(first), LazyMessages(conversation.raws[:first])),
+            partial(messages_after, conversation, match.end, turn, match.message),
             any(message.media for message in conversation.messages[first:]),
             conversation.size(first),
         )
@@ -301,12 +303,12 @@ class Planner:
 
 
 def _read(
-    rendering: Rendering, rendered_fields: frozenset[str], name: str, fingerprint: str
-) -> tuple[tuple[bytes, ...], ArgumentDefaults]:
+    rendering: Rendering, rendered_fields: frozenset[str], name: str, tokenizer: ChatTokenizer | None
+) -> tuple[tuple[bytes, ...], Equivalents]:
     """See `Planner._parts`."""
     tools = rendering.parse_tools() if b'"default"' in rendering.tools else None
-    parts = scope_parts(rendering, rendered_fields, name, fingerprint)
-    return parts, argument_defaults(tools) if tools else NO_DEFAULTS
+    parts = scope_parts(rendering, rendered_fields, name, tokenizer.fingerprint if tokenizer else "")
+    return parts, equivalents(tools or (), tokenizer.nameless_roles if tokenizer else frozenset())
 
 
 def _must_render(

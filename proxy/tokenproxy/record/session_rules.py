@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from tokenproxy.base.request import EchoPolicy
 from tokenproxy.record.store import Session, Store, StoreError
 
 _SPACE = "refusals"
@@ -63,6 +64,7 @@ class SessionRules(msgspec.Struct, frozen=True):
 
     limits: SessionLimits | None = None
     policy: SamplingPolicy | None = None
+    echo: EchoPolicy | None = None
 
 
 class Refusals(msgspec.Struct, frozen=True):

@@ -37,6 +37,18 @@ class Reason(_Explained):
         "call_repaired",
         "the client completed the JSON of a recorded tool call that was cut off: same turn, sampled ids kept",
     )
+    CALL_IDS_RENAMED = (
+        "call_ids_renamed",
+        "the client renamed the ids of recorded tool calls: same turn, sampled ids kept",
+    )
+    INTEGERS_ROUNDED = (
+        "integers_rounded",
+        "the client rounded integers in recorded tool calls, as JavaScript does: same turn, sampled ids kept",
+    )
+    TEXT_DROPPED = (
+        "text_dropped",
+        "the client dropped the text next to recorded tool calls: same turn, sampled ids kept",
+    )
     AMBIGUOUS = "ambiguous", "several recorded turns with different ids fit, and nothing decides between them"
     TOOLS_CHANGED = "tools_changed", "the tools differ from those of the recorded conversation"
     TEMPLATE_KWARGS_CHANGED = (

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from chat_tokenizer import InvalidMessages
-from chat_tokenizer.canonical import NO_DEFAULTS
+from chat_tokenizer.equivalences import NO_EQUIVALENTS
 from tokenproxy.record.identity import digest_message
 from tokenproxy.record.origin import RequestClass
 from tokenproxy.record.turn import Turn
@@ -213,8 +213,8 @@ def _copy_digest(before: Sequence[dict[str, Any]], answer: dict[str, Any]) -> se
     because clients repair them; the ids of the calls do.
     """
     try:
-        last = digest_message(before[-1], 0, None, NO_DEFAULTS) if before else None
-        own = digest_message(answer, 1, last, NO_DEFAULTS)
+        last = digest_message(before[-1], 0, None, NO_EQUIVALENTS) if before else None
+        own = digest_message(answer, 1, last, NO_EQUIVALENTS)
     except InvalidMessages:
         return set()
     return {own.bare or own.content}

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self, get_origin
 
 from pydantic import BaseModel, Field, SecretStr, ValidationInfo, field_validator, model_validator
 
-from tokenproxy.base.request import ResumePolicy, ThinkingPolicy
+from tokenproxy.base.request import EchoPolicy, ResumePolicy, ThinkingPolicy
 from tokenproxy.base.urls import PORT, normalise_upstream, read_upstreams
 
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9._-]+|[0-9A-Fa-f:]+")
@@ -242,6 +242,12 @@ class PromptSettings(_Group):
         default=ThinkingPolicy.KEEP,
         description="`keep` leaves the sampled thinking of earlier turns in prompts, `template` renders a "
         "prompt anew where the chat template leaves some of it out; requests and sessions may set it too",
+    )
+    echo_policy: EchoPolicy = Field(
+        default=EchoPolicy.LENIENT,
+        description="`lenient` recognises a turn of which a client renamed the ids of calls, rounded "
+        "integers or dropped the text next to calls, if only that turn can be meant; `exact` renders the "
+        "prompt anew; requests and sessions may set it too",
     )
     overflow: Literal["error", "render"] = Field(
         default="error",

@@ -43,7 +43,7 @@ class Sessions(StoreRoute):
     summary = "Create a session, or list the most recently used ones"
 
     async def answer(self, request: Request, services: Services, /) -> Response:
-        """POST: `id`, `defaults`, `overrides`, `metadata`, `limits`, `policy`. GET: `?limit=&before=`."""
+        """POST: see `_save`. GET: `?limit=&before=`."""
         if request.method == "POST":
             return await _save(request, services)
         limit, before = Query(request, ("limit", "before")).page()
@@ -209,12 +209,19 @@ def _rewards(fields: Fields) -> dict[str, float]:
 
 
 async def _save(request: Request, services: Services) -> Response:
-    """Create a session, or change its description; fields that the request does not hold stay."""
+    """Create a session, or change its description; fields that the request does not hold stay.
+
+    `id`, `defaults`, `overrides`, `metadata`, `limits`, `policy`; `echo` is kept as the override
+    `echo_policy`.
+    """
     store, fields = services.store, parse(request.body or b"{}")
     field = "id" if raw_value(fields, "id") is not None else "session_id"  # rLLM's name for it
     name = check_name(read(fields, field, str) or f"session-{new_id()}", field)
     rollout, described, now = session_id(request.tenant, name), _description(fields), time.time()
     before = await store.session(rollout)
+    if (echo := raw_value(fields, "echo")) is not None:
+        overrides = described.get("overrides", before.overrides if before else b"{}")
+        described["overrides"] = join({**parse(overrides), "echo_policy": msgspec.Raw(echo)})
     if before is None:
         session = Session(id=rollout, tenant=request.tenant, created=now, **described)
     else:
@@ -247,7 +254,8 @@ def _description(fields: Fields) -> dict[str, Any]:
         refused = [name for name in _NOT_FOR_SESSIONS if name in value]
         if refused and field in ("defaults", "overrides"):
             raise BadRequest(f"`{field}` cannot set `{refused[0]}`", param=f"{field}.{refused[0]}")
-    decode(join({name: msgspec.Raw(described.get(name, NULL)) for name in ("limits", "policy")}), _rules)
+    rules = {name: msgspec.Raw(raw_value(fields, name) or NULL) for name in SessionRules.__struct_fields__}
+    decode(join(rules), _rules)
     return described
 
 

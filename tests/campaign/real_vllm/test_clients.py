@@ -80,6 +80,7 @@ _CLIENTS: dict[str, Callable[[Target], Awaitable[None]]] = {
     "OpenAI Agents SDK": agents_sdk.hold,
     "LangChain, calls that are cut": langchain.hold_cut,
     "LangGraph": langchain.hold_react,
+    "LangGraph, named": partial(langchain.hold_react, name="forecaster"),
     "verifiers": verifiers_client.hold,
     "NeMo-Gym": partial(trainers.hold_nemo_gym, ids=False),
     "NeMo-Gym, ids in both places": partial(trainers.hold_nemo_gym, ids=True),

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from chat_tokenizer import canonical, chain
-from chat_tokenizer.canonical import argument_defaults
+from chat_tokenizer.equivalences import equivalents
 
 _SCHEMA = {
     "path": {"type": "string"},
@@ -21,7 +21,7 @@ def _turn(arguments: str, name: str = "edit") -> dict[str, Any]:
 
 
 def test_a_stated_default_of_the_called_tool_is_ignored() -> None:
-    defaults = argument_defaults(_TOOLS)
+    defaults = equivalents(_TOOLS)
     stated = '{"path": "a", "options": {"a": 1, "b": [2.0]}, "all": false}'
     sampled, sent = (canonical(_turn(text), 0, defaults) for text in ('{"path": "a"}', stated))
     assert sent.loose == sampled.loose == sampled.strict != sent.strict
@@ -38,7 +38,7 @@ def test_a_stated_default_of_the_called_tool_is_ignored() -> None:
     "edited", ['"all": 0}', '"other": false}', '"options": {"a": 1}}', '"all": false'], ids=range(4)
 )
 def test_every_other_argument_counts(edited: str) -> None:
-    defaults = argument_defaults(_TOOLS)
+    defaults = equivalents(_TOOLS)
     sampled, sent = (canonical(_turn('{"path": "a"' + end), 0, defaults) for end in ("}", ", " + edited))
     assert sent.loose != sampled.loose
 
@@ -46,4 +46,4 @@ def test_every_other_argument_counts(edited: str) -> None:
 def test_odd_tools_have_no_defaults() -> None:
     schema = {"properties": {"all": True}}
     odd: list[Any] = [{"function": None}, {"function": {"name": "edit", "parameters": schema}}]
-    assert argument_defaults(odd).digest == b"" != argument_defaults(_TOOLS).digest
+    assert equivalents(odd).digest == b"" != equivalents(_TOOLS).digest

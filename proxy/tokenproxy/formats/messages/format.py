@@ -28,7 +28,8 @@ from tokenproxy.formats.translated import Translation
 
 _SAME_NAME = (
     *("model", "max_tokens", "temperature", "top_p", "top_k", "chat_template_kwargs", "cache_salt"),
-    *("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "watermarking", "thinking_policy"),
+    *("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "watermarking"),
+    *("thinking_policy", "echo_policy"),
 )
 _STREAM = {"include_usage": True, "continuous_usage_stats": True}
 _OBJECT = msgspec.Raw(b'"object"')

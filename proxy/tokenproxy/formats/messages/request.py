@@ -205,6 +205,7 @@ class MessagesRequest(msgspec.Struct):
     watermarking: bool | None = None
     # the proxy's own
     thinking_policy: str | None = None
+    echo_policy: str | None = None
 
 
 _decoder = msgspec.json.Decoder(MessagesRequest)

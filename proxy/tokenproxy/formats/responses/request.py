@@ -31,6 +31,7 @@ _AS_THEY_ARE = (
     "kv_transfer_params", "ec_transfer_params", "watermarking", "include_reasoning",
     # the proxy's own
     "thinking_policy",
+    "echo_policy",
 )  # fmt: skip
 """Fields that have the same name and meaning in a chat completion."""
 _NOT_HERE: Mapping[str, str] = {

@@ -66,8 +66,8 @@ async def hold_cut(target: Target) -> None:
             messages += [whole, *(results or [HumanMessage("Please go on.")])]
 
 
-async def hold_react(target: Target) -> None:
-    """LangGraph's own agent, which runs the tools."""
+async def hold_react(target: Target, name: str | None = None) -> None:
+    """LangGraph's own agent, which runs the tools. With a name, it puts that into all of its messages."""
     bound = _model(target)
 
     def model(state: AgentState, runtime: Runtime[None]) -> Runnable[Any, Any]:
@@ -78,7 +78,7 @@ async def hold_react(target: Target) -> None:
     with warnings.catch_warnings():
         # It moved to the package langchain, which is not needed for anything else.
         warnings.simplefilter("ignore", LangGraphDeprecatedSinceV10)
-        agent = create_react_agent(model, [_WEATHER])
+        agent = create_react_agent(model, [_WEATHER], name=name)
     messages: list[AnyMessage] = []
     for question in _QUESTIONS[:2]:
         messages = (await agent.ainvoke({"messages": [*messages, HumanMessage(question)]}))["messages"]

@@ -1,0 +1,208 @@
+"""The forms in which clients send back what was sampled, as a table: see `EQUIVALENCES`.
+
+Each row maps the fields of a message to a form that all messages have that differ in one way only.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from chat_tokenizer.lossless_json import as_double, pack, whole
+
+ID_INDEX, ARGUMENTS_INDEX = 1, 3
+"""Indexes of id and arguments in the list of a function call: type, id, name, arguments; see `Fields`."""
+_REPLACEMENT = "\ufffd"
+"""What decoders put for bytes that are no character."""
+_PLACEHOLDERS = frozenset({"(no content)"})
+"""Texts that clients put where a message has none."""
+
+Fields = dict[str, Any]
+"""The fields of a message that reach a prompt, in one spelling, as a JSON value to hash."""
+
+
+@dataclass(frozen=True, slots=True)
+class Equivalents:
+    """What the tools and the template of a conversation make equal.
+
+    Claude Code sends `{"path": "a", "replace_all": false}` back where the model sampled `{"path": "a"}` and
+    the schema of the tool declares `"default": false`. A call that states a default equals the call without.
+    Frameworks put the name of an agent into its messages: where no rendering prints it, they are equal too.
+    """
+
+    packed: Mapping[str, Mapping[str, bytes]] = field(default_factory=dict)
+    """For each function the properties with a default, in the encoding of `pack`, 1.0 as 1."""
+    nameless: frozenset[str] = frozenset()
+    """The roles of messages whose `name` no rendering prints."""
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes; empty if nothing is equal."""
+        if not self.packed and not self.nameless:
+            return b""
+        spelled = {name: {key: value.hex() for key, value in of.items()} for name, of in self.packed.items()}
+        packed = pack([spelled, sorted(self.nameless)])
+        return hashlib.blake2b(packed, digest_size=16, person=b"equivalents").digest()
+
+    def drop(self, function: object, arguments: object) -> object:
+        """The arguments of a call without those that equal a default; `arguments` itself if none does."""
+        packed = self.packed.get(function) if isinstance(function, str) else None
+        if not packed or not isinstance(arguments, dict):
+            return arguments
+        named = packed.keys() & arguments.keys()
+        stated = {name for name in named if pack(arguments[name], number=whole) == packed[name]}
+        return {name: value for name, value in arguments.items() if name not in stated}
+
+
+NO_EQUIVALENTS = Equivalents()
+
+
+def equivalents(tools: Sequence[Mapping[str, Any]], nameless: frozenset[str] = frozenset()) -> Equivalents:
+    """The defaults of the functions in a chat request's tools, and the roles without names.
+
+    Schemas of other shapes declare no defaults.
+    """
+    packed: dict[str, dict[str, bytes]] = {}
+    for tool in tools:
+        function = _object(tool.get("function"))
+        properties = _object(_object(function.get("parameters")).get("properties"))
+        defaults = {
+            name: pack(schema["default"], number=whole)
+            for name, schema in properties.items()
+            if isinstance(schema, Mapping) and "default" in schema
+        }
+        if defaults and isinstance(function.get("name"), str):
+            packed[function["name"]] = defaults
+    return Equivalents(packed, nameless)
+
+
+def _object(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+class Level(IntEnum):
+    """The digest that ignores a difference."""
+
+    STRICT = 0
+    """All digests: the rendering is the same."""
+    LOOSE = 1
+    """`loose`, `lenient` and `without_arguments`: the recorded ids are used without a word."""
+    LENIENT = 2
+    """`lenient`: they are used if only one recorded turn can be meant, with a reason."""
+    BARE = 3
+    """`without_arguments`: they are used if the recorded arguments were cut off, with a reason."""
+
+
+class Context(NamedTuple):
+    """What the form of a message depends on besides the message."""
+
+    equivalents: Equivalents
+    call_ids: tuple[object, ...] = ()
+    """The ids of the calls that a result may answer: those of the last message with calls."""
+
+
+class Equivalence(NamedTuple):
+    """A difference between a recorded message and what a client sends back for it that is no edit."""
+
+    name: str
+    level: Level
+    form: Callable[[Fields, Context], Fields] | None = None
+    """Maps all messages that differ in this way to one; the fields themselves if it changes nothing."""
+    number: Callable[[float], float] | None = None
+    """The same for each number in them."""
+    reason: str = ""
+    """The word for a client whose request is recognised by it; empty if none is told."""
+    one_way: bool = False
+    """Whether a client may only send the form of what was recorded, never something else with that form."""
+
+
+def _without_name(fields: Fields, context: Context) -> Fields:
+    return _without(fields, "name") if fields["role"] in context.equivalents.nameless else fields
+
+
+def _without_reasoning(fields: Fields, context: Context) -> Fields:
+    return _without(fields, "reasoning")
+
+
+def _without(fields: Fields, name: str) -> Fields:
+    return {key: value for key, value in fields.items() if key != name} if name in fields else fields
+
+
+def _without_white_space(fields: Fields, context: Context) -> Fields:
+    content = stripped(fields["content"])
+    return fields if content == fields["content"] else {**fields, "content": content}
+
+
+def _without_defaults(fields: Fields, context: Context) -> Fields:
+    if "tool_calls" not in fields or not context.equivalents.packed:
+        return fields
+    calls = [_call_without_defaults(call, context.equivalents) for call in fields["tool_calls"]]
+    return {**fields, "tool_calls": calls}
+
+
+def numbered_calls(fields: Fields, context: Context) -> Fields:
+    """The position of a call in its message in place of its id, in the call and in its result."""
+    if fields.get("tool_call_id") in context.call_ids:
+        return {**fields, "tool_call_id": context.call_ids.index(fields["tool_call_id"])}
+    if "tool_calls" not in fields:
+        return fields
+    calls = enumerate(fields["tool_calls"])
+    numbered = [[call[0], index, *call[ID_INDEX + 1 :]] if len(call) > 2 else call for index, call in calls]
+    return {**fields, "tool_calls": numbered}
+
+
+def _without_text(fields: Fields, context: Context) -> Fields:
+    if "tool_calls" not in fields or not isinstance(fields["content"], str):
+        return fields
+    return {**fields, "content": ""}
+
+
+def _without_placeholder(fields: Fields, context: Context) -> Fields:
+    return _without_text(fields, context) if str(fields["content"]) in _PLACEHOLDERS else fields
+
+
+def _without_arguments(fields: Fields, context: Context) -> Fields:
+    return {**fields, "tool_calls": [call[:ARGUMENTS_INDEX] for call in fields["tool_calls"]]}
+
+
+def _call_without_defaults(call: list[Any], equivalents: Equivalents) -> list[Any]:
+    """A call of `_call` without arguments that equal the tool's default."""
+    if call[ARGUMENTS_INDEX : ARGUMENTS_INDEX + 1] != ["json"]:
+        return call
+    kind, call_id, name, form, arguments = call
+    return [kind, call_id, name, form, equivalents.drop(name, arguments)]
+
+
+def stripped(value: object) -> object:
+    """A text without white space at its ends, and without the mark of a character that was cut at its end."""
+    return value.strip().rstrip(_REPLACEMENT).rstrip() if isinstance(value, str) else value
+
+
+EQUIVALENCES = (
+    Equivalence("a name that no rendering prints", Level.STRICT, _without_name),
+    Equivalence("dropped reasoning", Level.LOOSE, _without_reasoning),
+    # and U+FFFD, which a client that decodes ids itself gets for a character that was cut
+    Equivalence("white space around text", Level.LOOSE, _without_white_space),
+    Equivalence("arguments that equal the tool's default", Level.LOOSE, _without_defaults),
+    Equivalence("1.0 as 1", Level.LOOSE, number=whole),
+    Equivalence("ids of calls and results", Level.LENIENT, numbered_calls, reason="call_ids_renamed"),
+    Equivalence(
+        "integers rounded to doubles", Level.LENIENT, None, as_double, "integers_rounded", one_way=True
+    ),
+    Equivalence("a placeholder for text", Level.LENIENT, _without_placeholder, reason="text_dropped"),
+    Equivalence("text next to calls", Level.LENIENT, _without_text, reason="text_dropped", one_way=True),
+    Equivalence("completed arguments", Level.BARE, _without_arguments, reason="call_repaired"),
+)
+"""All forms in which clients send back what was sampled. Each is applied to the form of those before it."""
+_FORMS = {
+    level: [each.form for each in EQUIVALENCES if each.level is level and each.form is not None]
+    for level in Level
+}
+
+
+def formed(fields: Fields, level: Level, context: Context) -> Fields:
+    """The fields in the form of the equivalences of one level."""
+    for form in _FORMS[level]:
+        fields = form(fields, context)
+    return fields
