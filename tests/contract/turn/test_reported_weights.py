@@ -56,6 +56,8 @@ def test_they_are_recorded_and_shown_on_request(
     [sample] = client.get(f"/v1/sessions/{name}/samples").json()["samples"]
     assert sample["turns"][0]["weight_versions"] == _SPANS
     assert not sample["turns"][0].get("weights_uncertain", False)
+    [turn] = client.get(f"/v1/sessions/{name}?ids=true").json()["turns"]
+    assert (turn["weight_versions"], turn["segments"]) == (_SPANS, [])
 
 
 def test_completions_request_them_too(client: httpx.Client, engine: FakeVllm) -> None:

@@ -1,6 +1,7 @@
 """The fair queue: its order, its bounds, and that no place is lost when clients leave."""
 
 import asyncio
+import math
 import random
 from collections import Counter
 from typing import Any
@@ -316,13 +317,14 @@ async def test_the_first_in_line_is_tried_alone_however_many_wait() -> None:
 class _Room:
     """Room that requests need so much of, each of which is served once."""
 
-    def __init__(self, free: int) -> None:
+    def __init__(self, free: int, *, told: bool = True) -> None:
+        """`told`: whether the queue is told how much room is free."""
         self.free = free
         self.tried = 0
         self.served: list[str] = []
         """Tenants in the order of service."""
         self.queue: FairQueue[int] = FairQueue(
-            100_000, 120.0, self.give_back, clock=now, room=lambda: self.free
+            100_000, 120.0, self.give_back, clock=now, room=lambda: self.free if told else math.inf
         )
 
     def give_back(self, need: int) -> None:
@@ -348,12 +350,13 @@ class _Room:
         await settled()
 
 
+@pytest.mark.parametrize("told", [True, False])
 @pytest.mark.parametrize("priority", [Priority.RETURNING, Priority.NEW])
 @stepped
 async def test_what_fits_is_served_before_a_larger_one_and_tenants_take_turns_then_too(
-    priority: Priority,
+    priority: Priority, told: bool
 ) -> None:
-    room = _Room(10)
+    room = _Room(10, told=told)
     large = room.start("large", 1000, priority)
     await settled()
     fits = room.start("large", 10)

@@ -75,6 +75,7 @@ def test_sessions_of_a_store(
     out = tmp_path / "page.html"
     flags = ["--store", store_url, "--tokenizer", str(tiny_model.folder), "-o", str(out)]
     assert main(["view", SMALL, *flags]) == 0
+    assert out.stat().st_mode & 0o777 == 0o600  # as the store, which holds the same
     data = _data(out.read_text())
     assert [row["id"] for row in data["sessions"]] == [SMALL]
     leaves = {small.aborted.id, small.special.id, small.subagent_end.id, small.after_break.id}
