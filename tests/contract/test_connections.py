@@ -304,8 +304,9 @@ def test_what_is_pipelined_is_not_read_while_a_request_runs(strict: httpx.Client
         assert sent < 2**26
         client.settimeout(20)
         engine.release()
-        for _ in range(3):
-            assert status_of(client) == 200
+        answers = b""
+        while answers.count(b"HTTP/1.1 200 ") < 3:
+            answers += client.recv(65_536)
 
 
 def test_tls(engine: FakeVllm, tmp_path: Path) -> None:

@@ -37,8 +37,10 @@ UNUSABLE = frozenset(
 
 _MESSAGE_BYTES = 1_100
 """Bytes of one parsed message besides its text: its digests, its checksum, and the objects that hold them."""
-_TURN_BYTES = 600
-"""Bytes of a turn besides its ids."""
+_TURN_BYTES = 1_500
+"""Bytes of a turn besides its ids: its digests, the state of its hasher, and the objects that hold them."""
+_CALL_BYTES = 100
+"""Bytes of the id of a tool call, and of the same call in a parsed message."""
 _MAX_SHARE = 2
 """A chain may take at most this fraction (1/N) of the cache; larger ones are not kept."""
 
@@ -82,6 +84,8 @@ class IdChain(msgspec.Struct, eq=False):
     """A compact JSON array. It only ever grows at its end."""
     turns: list[str] = []
     """The cached turns of the chain."""
+    turn_bytes: int = 0
+    """Bytes of these turns besides their ids."""
     size: int = 0
     """Bytes that it takes in the cache."""
 
@@ -325,14 +329,16 @@ class TurnCache:
             before, chain = self._turns.get(parent or ""), turn.chain
             if before is not None and before.size == len(before.chain.data):
                 chain = before.chain
+            own = _TURN_BYTES + 8 * len(turn.reasonings) + _CALL_BYTES * len(turn.call_ids)
             images = sum([len(image.data) for image in turn.images])
-            size = turn.size + images + _TURN_BYTES * (len(chain.turns) + 1)
+            size = turn.size + images + chain.turn_bytes + own
             if size * _MAX_SHARE > self._max_bytes:
                 return
             if chain is not turn.chain:
                 chain.data = turn.chain.data
                 turn = replace(turn, chain=chain)
             chain.turns.append(turn.id)
+            chain.turn_bytes += own
             self.size += size - chain.size
             chain.size = size
             self._turns[turn.id] = turn

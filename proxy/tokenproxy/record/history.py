@@ -25,6 +25,8 @@ EVICTION_INTERVAL_S = 60.0
 """Seconds between two searches for rollouts that are too old."""
 ALMOST_FULL = 0.9
 """Share of `store_max_bytes` at which the log tells once that evictions are near."""
+_USED = 0.75
+"""Share of the cache's memory that its entries may fill: those that grow leave holes in the heap."""
 
 
 class History:
@@ -49,7 +51,7 @@ class History:
         self.encoders = encoders
         self.metrics = metrics
         self.tasks = Tasks(metrics)
-        self.cache = TurnCache(cache_bytes)
+        self.cache = TurnCache(int(cache_bytes * _USED))
         self.running: WeakSet[Recording] = WeakSet()
         """Of the requests that run."""
         self.pins = Pins(store, metrics)

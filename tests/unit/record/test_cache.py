@@ -108,7 +108,7 @@ def test_turns_that_continue_each_other_are_held_once() -> None:
         before = turns[-1] if turns else None
         turns.append(_continued(f"{number}", before, [7] * 100, [8] * 100))
         cache.put(turns[-1], before.id if before else None)
-    assert cache.size < 2 * turns[-1].size + 50 * 1_000
+    assert cache.size < 2 * turns[-1].size + 50 * 2_000
     for turn in turns:
         found = cache.turn(turn.id)
         assert found is not None
