@@ -105,7 +105,6 @@ def test_calls_that_smolagents_writes_into_the_text(
 _EDITS: dict[str, Message] = {
     "text": {"content": "ha"},
     "arguments": _arguments('{"a": 2, "b": [true, null, "é"]}'),
-    "the call's id": {"tool_calls": [{**_CALL, "id": "call-2"}]},
     "role": {"role": "user", "tool_calls": None},
     "a call in the text": {"content": f"{_PRINTED}, 0", "tool_calls": None},
 }
