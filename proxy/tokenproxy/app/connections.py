@@ -30,6 +30,9 @@ LINGER_S = 10.0
 """How long the rest of a body is read and discarded after the response. A client that sends the whole body
 before it reads the response would lose the response if the connection were closed with bytes unread."""
 
+_GRACE_S = 0.002
+"""So long after a timeout a connection ends: for one more pass of the event loop."""
+
 UNSENT_BYTES = 128 * 1024
 """Bytes that the kernel takes for a client before it has sent those that came before. What a client that does
 not read has in the kernel, megabytes by default, passed through the proxy and is kept for the record."""
@@ -212,7 +215,11 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _start(self, seconds: float, then: Any) -> None:
         self._stop()
-        self._timer = asyncio.get_running_loop().call_later(seconds, then)
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._run_after_reading, then)
+
+    def _run_after_reading(self, then: Any) -> None:
+        """Let a loop that was blocked read first what arrived in time."""
+        self._timer = asyncio.get_running_loop().call_later(_GRACE_S, then)
 
     def _stop(self) -> None:
         if self._timer is not None:
