@@ -31,7 +31,7 @@ import uvicorn
 from tokenproxy.app.app import create_app
 from tokenproxy.app.connections import GuardedProtocol, connection_options
 from tokenproxy.app.listener import Listener, StartLimit
-from tokenproxy.app.start import announce, bind, limit_freed_memory, try_store
+from tokenproxy.app.start import announce, bind, try_store
 from tokenproxy.app.workers import END_S, SIGNALS, run_workers
 from tokenproxy.base.types import ASGIApp
 from tokenproxy.monitoring.logs import configure_logs
@@ -73,7 +73,6 @@ CPU time of a small request. Requests make few cycles; reference counting frees 
 
 def run(settings: Settings) -> int:
     """Serve until a signal arrives; returns the exit code."""
-    limit_freed_memory()
     gc.enable()
     configure_logs(settings.log_level, settings.log_format)
     try:

@@ -1,7 +1,6 @@
 """The start of a server of its own: what is checked before it serves, and what its log tells once it does."""
 
 import asyncio
-import ctypes
 import logging
 import os
 import socket
@@ -22,8 +21,6 @@ from tokenproxy.web.keys import read_keys
 
 log = logging.getLogger("tokenproxy")
 
-_MALLOC = ((-8, 1), (-3, 2**17), (-1, 2**17))
-"""glibc's M_ARENA_MAX, M_MMAP_THRESHOLD and M_TRIM_THRESHOLD, see mallopt(3)."""
 _MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Those of a container: control groups, version 2 and 1."""
 
@@ -45,18 +42,6 @@ def check_address(settings: Settings) -> None:
     except OSError as error:
         files = f"{settings.tls_cert} and {settings.tls_key}"
         raise SettingsError(f"tls_cert: {files} are no PEM certificate with its key: {error}") from error
-
-
-def limit_freed_memory() -> None:
-    """Let glibc return what is freed to the operating system. Call it before threads start.
-
-    By default it keeps freed blocks of up to 32 MiB, of each thread in a place of its own. A conversation
-    that grows is copied with every turn, so a full cache would take twice its bytes.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only
-    if mallopt is not None:
-        for option, value in _MALLOC:
-            mallopt(option, value)
 
 
 def cache_share(workers: int) -> int:

@@ -31,7 +31,6 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from tokenproxy.app.server import Server, server_config
-from tokenproxy.app.start import limit_freed_memory
 from tokenproxy.app.workers import END_S, SIGNALS, STARTED, Command, Start
 from tokenproxy.monitoring.logs import configure_logs
 from tokenproxy.monitoring.metrics import Metrics
@@ -47,7 +46,6 @@ def main() -> None:
     """Run a worker until its parent stops it; the argument is the file descriptor of its pipe."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # the server takes them once it runs
-    limit_freed_memory()
     gc.enable()
     control = Connection(int(sys.argv[1]))
     start: Start = control.recv()

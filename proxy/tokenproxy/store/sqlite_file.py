@@ -134,7 +134,7 @@ class DatabaseFile:
         try:
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute("PRAGMA secure_delete = OFF")
-            connection.execute("PRAGMA cache_size = -2048")
+            connection.execute("PRAGMA cache_size = -16384")
             connection.execute(f"PRAGMA wal_autocheckpoint = {_LOG_PAGES}")
             connection.execute(f"PRAGMA journal_size_limit = {LOG_BYTES}")
         except BaseException:  # whatever it was, the caller gets no connection to close
