@@ -6,7 +6,7 @@ requests of several clients over one connection, both must agree where each requ
 
 1. An upgrade, which no route takes, is ignored (RFC 9110, section 7.8). httptools ends a request with an
    upgrade after its head, although a body follows: the head is parsed again without the `Upgrade` header.
-2. Trailers are dropped: whoever checked the head did not see them (RFC 9110, section 6.5.1).
+2. Trailers are dropped: a balancer that checks headers may not check trailers (RFC 9110, section 6.5.1).
 3. What cannot be parsed ends the connection, and gets a response only if the client waits for no other one.
 4. After `Expect: 100-continue` the connection ends with the response: the client may not have sent its body.
 """

@@ -151,7 +151,7 @@ class Server(uvicorn.Server):
         """Start the application, then accept connections from the sockets."""
         await super().startup([])
         protocol = partial(GuardedProtocol, self.config, self.server_state, self.lifespan.state)
-        self.servers: list[Listener] = [  # type: ignore[assignment]  # of which uvicorn closes each
+        self.servers: list[Listener] = [  # type: ignore[assignment]  # uvicorn only closes them
             Listener(bound, protocol, self.config.ssl) for bound in sockets or ()
         ]
         self.announce()

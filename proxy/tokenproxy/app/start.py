@@ -56,8 +56,8 @@ def cache_share(workers: int) -> int:
 async def bind(host: str, port: int) -> list[socket.socket]:
     """Bind the sockets of an address, before engines are asked and workers start. Nothing listens yet.
 
-    `::` stands for all addresses, those of IPv4 too: there is a
-    socket for each, because those that asyncio makes for IPv6 take nothing else.
+    `::` stands for all addresses, those of IPv4 too. asyncio's socket for `::` takes IPv6 alone, so another
+    one is bound to `0.0.0.0`.
 
     Raises:
         OSError: an address is taken, or is none of this machine; the message says what to do.

@@ -68,7 +68,7 @@ _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods that change nothing, so that their requests can be sent again."""
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 _NO_BODY = (204, 304)
-"""Statuses of responses that end with their head, whatever length they announce."""
+"""Statuses of responses without a body, even if `Content-Length` is not 0."""
 
 
 class HttpEngine:

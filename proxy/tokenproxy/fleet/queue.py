@@ -142,9 +142,9 @@ class FairQueue(Generic[T]):
         """Requests that lack room, by the keys of what they lack."""
 
     def must_wait(self, priority: Priority) -> bool:
-        """Whether a new request of a priority waits behind others, who lack more than room.
+        """Whether a new request of a priority must wait for earlier requests that lack more than room.
 
-        Those that found room meanwhile are served first.
+        Earlier requests that fit by now are served first.
         """
         if not any(self._lines[: priority + 1]):
             return False

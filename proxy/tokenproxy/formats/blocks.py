@@ -1,7 +1,7 @@
-"""The blocks of a streamed message, which follow one another although the pieces of the message may mix.
+"""The blocks of a streamed message, written one after the other although their pieces may arrive mixed.
 
-Law: the blocks of a stream hold the reasoning, the content and the calls that the whole answer holds, in
-    whatever pieces and merges an engine sends them.
+Law: the blocks of a stream hold the same reasoning, content and calls as the whole answer, however the engine
+    splits and merges them into deltas.
 
 A piece of the open block is sent at once, and text or reasoning ends a block of the other kind. A call ends
 only when its arguments are a complete object: until then everything else waits, because an engine may return
