@@ -153,20 +153,32 @@ class Endpoint:
                 await send_response(response, send)
         except ClientGone:
             exchange.leave()
-        except (ApiError, StoreError) as caught:
-            problem = f"the store does not respond, try again later: {caught}"
-            error = EngineUnavailable(problem) if isinstance(caught, StoreError) else caught
-            if not exchange.status:
-                await send_error(send, error, scope["path"])
-            elif response is not None and is_event_stream(response.headers):
-                log.warning("a stream of %s ends with an error: %s", scope["path"], error.message)
-                event = error_event(scope["path"], error)
-                await send({"type": "http.response.body", "body": event})
-            elif not isinstance(error, Stopping):
+        except (ApiError, StoreError) as error:
+            if not await _told(error, response, exchange, scope, send):
                 raise  # the server then cuts the connection: a short body must not look complete
         finally:
             if response is not None:
                 await response.aclose()
+
+
+async def _told(
+    caught: ApiError | StoreError, response: Response | None, exchange: Exchange, scope: Scope, send: Send
+) -> bool:
+    """Whether a client could be told of an error, or knows of it.
+
+    A function of its own, because an error that a variable of its own traceback names keeps the request's
+    body in memory until garbage is collected.
+    """
+    problem = f"the store does not respond, try again later: {caught}"
+    error = EngineUnavailable(problem) if isinstance(caught, StoreError) else caught
+    if not exchange.status:
+        await send_error(send, error, scope["path"])
+        return True
+    if response is not None and is_event_stream(response.headers):
+        log.warning("a stream of %s ends with an error: %s", scope["path"], error.message)
+        await send({"type": "http.response.body", "body": error_event(scope["path"], error)})
+        return True
+    return isinstance(error, Stopping)
 
 
 def _check_encoding(scope: Scope) -> None:
