@@ -9,8 +9,8 @@ import pytest
 
 from tokenproxy.base.http import BytesResponse
 from tokenproxy.base.types import Message
-from tokenproxy.web import endpoint
-from tokenproxy.web.endpoint import PIECE_BYTES, send_response
+from tokenproxy.web import response as sending
+from tokenproxy.web.response import PIECE_BYTES, send_response
 
 
 class _Bytes(bytes):
@@ -32,8 +32,8 @@ def _full(*args: object, **kwargs: object) -> None:
 async def test_a_large_response_waits_outside_of_memory_and_arrives_whole(
     size: int, file: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint, "UNREAD_S", 0.0)
-    monkeypatch.setattr(endpoint, "TemporaryFile", file)
+    monkeypatch.setattr(sending, "UNREAD_S", 0.0)
+    monkeypatch.setattr(sending, "TemporaryFile", file)
     expected = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
     body, reads, sent = _Bytes(expected), asyncio.Event(), list[Message]()
     loop = asyncio.get_running_loop()

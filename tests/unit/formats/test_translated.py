@@ -17,7 +17,7 @@ from tokenproxy.formats.responses.answer import ResponsesTranslation
 from tokenproxy.formats.responses.request import read_request
 from tokenproxy.formats.translated import Translation, serve_early
 from tokenproxy.turn.answer import limit_answer
-from tokenproxy.web.endpoint import send_response
+from tokenproxy.web.response import send_response
 
 _SILENCE_S = 0.01
 
