@@ -154,7 +154,7 @@ def _add_key(parser: argparse.ArgumentParser) -> None:
     add(
         "--scope",
         action="append",
-        choices=("inference", "read", "admin"),
+        choices=("turns", "inference", "read", "admin"),
         help="what the key allows; repeatable (default: inference and read)",
     )
     add("--tenant", metavar="NAME", help="tenant whose recordings the key reaches (default: its name)")
