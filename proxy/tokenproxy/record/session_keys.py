@@ -67,6 +67,7 @@ class SessionKeys:
         self._make_signer = signer
         self._clock = clock
         self._signer: Signer | None = None
+        self._verified: BoundedCache[bytes, SessionKey] = BoundedCache(4096)
         self._seen: set[str] = set()
         """Rollouts whose keys were read since the last look at their generations."""
         self._generations: BoundedCache[str, int] = BoundedCache(100_000)
@@ -90,17 +91,10 @@ class SessionKeys:
         """
         if not key.startswith(PREFIX):
             return None
-        if self._signer is None:
-            raise EngineUnavailable("the store does not respond, without which no key of a session is read")
-        encoded = key.removeprefix(PREFIX)
-        try:
-            data = base64.b64decode(encoded + b"=" * (-len(encoded) % 4), b"-_", validate=True)
-            content, signature = data[:-_SIGNATURE_BYTES], data[-_SIGNATURE_BYTES:]
-            if not hmac.compare_digest(signature, self._signer.signature(content)[:_SIGNATURE_BYTES]):
+        if (found := self._verified.get(key)) is None:
+            if (found := self._verify(key)) is None:
                 return None
-            found = _decode(content)
-        except (binascii.Error, msgspec.DecodeError):
-            return None
+            self._verified.put(key, found)
         if self._clock() > found.expires + LEEWAY_S:
             raise Unauthorized(f"the key of the session {found.session!r} has expired", code="key_expired")
         rollout = session_id(found.tenant, found.session)
@@ -111,6 +105,19 @@ class SessionKeys:
                 code="session_ended",
             )
         return found
+
+    def _verify(self, key: bytes) -> SessionKey | None:
+        if self._signer is None:
+            raise EngineUnavailable("the store does not respond, without which no key of a session is read")
+        encoded = key.removeprefix(PREFIX)
+        try:
+            data = base64.b64decode(encoded + b"=" * (-len(encoded) % 4), b"-_", validate=True)
+            content, signature = data[:-_SIGNATURE_BYTES], data[-_SIGNATURE_BYTES:]
+            if not hmac.compare_digest(signature, self._signer.signature(content)[:_SIGNATURE_BYTES]):
+                return None
+            return _decode(content)
+        except (binascii.Error, msgspec.DecodeError):
+            return None
 
     async def end(self, rollout: str) -> None:
         """End all keys of a rollout. Raises StoreError."""
