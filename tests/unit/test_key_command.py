@@ -23,7 +23,7 @@ def test_a_key_is_printed_once_and_only_its_digest_is_kept(tmp_path: Path, capsy
     assert key not in printed.err + file.read_text()
     assert key.rpartition("-")[2] not in file.read_text()
     found = KeyFile(file).find(key.encode())
-    assert found is not None and found.scopes == {"inference"}
+    assert found is not None and found.scopes == {"turns", "inference"}
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 

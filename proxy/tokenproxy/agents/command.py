@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +33,9 @@ from tokenproxy.client import (
 
 T = TypeVar("T")
 
+_KEY = "TOKENPROXY_API_KEY"
+_SECRETS = frozenset({"TOKENPROXY_ADMIN_KEY", "TOKENPROXY_UPSTREAM_API_KEY", "TOKENPROXY_STORE"})
+
 
 def run_env(options: argparse.Namespace) -> int:
     """Print the environment of a program, to be sourced; returns the exit code.
@@ -46,7 +50,7 @@ def run_env(options: argparse.Namespace) -> int:
     with _connected(options) as client:
         target = _target(options, client, options.session)
         if options.session:
-            _save_session(options, client, options.session)
+            target = replace(target, api_key=_save_session(options, client, options.session))
     for name, value in _variables([options.program], target).items():
         print(f"unset {name}" if value is None else f"export {name}={shlex.quote(value)}")
     return 0
@@ -64,9 +68,10 @@ def run_command(options: argparse.Namespace) -> int:
     name = options.session or _new_name(command)
     with _connected(options) as client:
         target = _target(options, client, name)
-        _save_session(options, client, name)
+        target = replace(target, api_key=_save_session(options, client, name))
         before = _earlier(options, client, name) if options.session else None
-        environment = _environment(_variables(options.programs or _programs_of(command), target))
+        variables = _variables(options.programs or _programs_of(command), target)
+        environment = _environment(_without_secrets(target.api_key) | variables)
         _say(f"session {name} of {target.url}, model {target.model}")
         ended = _run(command, environment)
         _report(options, client, name, before, ended)
@@ -80,7 +85,7 @@ def _connected(options: argparse.Namespace) -> Client:
         options.url = normalise_base_url(url)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    options.api_key = options.api_key or os.environ.get("TOKENPROXY_API_KEY", "").partition(",")[0] or None
+    options.api_key = options.api_key or os.environ.get(_KEY, "").partition(",")[0] or None
     if options.api_key and not (options.api_key.isascii() and options.api_key.isprintable()):
         raise UsageError("the API key holds characters that no header can hold: see --api-key")
     return Client(options.url, api_key=options.api_key, http=httpx.Client(trust_env=False))
@@ -108,18 +113,28 @@ def _model(models: Sequence[ModelInfo], name: str | None) -> ModelInfo:
     return found
 
 
-def _save_session(options: argparse.Namespace, client: Client, name: str) -> None:
-    """Create the session, or change its description. Raises UsageError."""
+def _save_session(options: argparse.Namespace, client: Client, name: str) -> str | None:
+    """Create the session, or change its description. Raises UsageError.
+
+    Returns its key, which can do nothing but take turns of it; None where the proxy has no keys.
+    """
     overrides: dict[str, Any] = {}
     if options.max_tokens is not None:
         overrides["max_tokens"] = options.max_tokens
     if options.temperature is not None:
         overrides["temperature"] = options.temperature
     metadata = dict(_condition(text) for text in options.metadata)
-    _ask(
+    session = _ask(
         options,
         lambda: client.create_session(name, overrides=overrides or None, metadata=metadata or None),
     )
+    return session.key or options.api_key
+
+
+def _without_secrets(key: str | None) -> Variables:
+    """The variables of the proxy itself, without what a program with a shell must not read."""
+    secret: Variables = dict.fromkeys(_SECRETS & os.environ.keys())
+    return {**secret, _KEY: key} if _KEY in os.environ else secret
 
 
 def _condition(text: str) -> tuple[str, str]:

@@ -33,6 +33,7 @@ from tokenproxy.record.appending import Auditor
 from tokenproxy.record.encoders import EncoderPool
 from tokenproxy.record.history import History
 from tokenproxy.record.images import ImageLoader
+from tokenproxy.record.session_keys import SessionKeys
 from tokenproxy.record.store import Limits
 from tokenproxy.settings import Settings, SettingsError
 from tokenproxy.settings.groups import proof_folder
@@ -179,6 +180,8 @@ def create_app(
         admission_wait_s=settings.admission_wait_s,
     )
     services = make_services(settings, fleet, metrics, requests)
+    if settings.asks_for_keys:
+        services.session_keys = SessionKeys(services.store, services.history.echoes.signer)
     services.membership = membership = Membership(
         fleet,
         _replica_maker(settings, metrics, fleet.weights.suspension, retry_s),
@@ -202,12 +205,15 @@ def create_app(
             run_forever(membership.watch, "the list of engines could not be brought up to date")
             if key_file is not None:
                 run_forever(key_file.watch, "a changed `api_key_file` is not noticed")
+            if (keys := services.session_keys) is not None:
+                await keys.refresh()
+                run_forever(keys.watch, "keys of sessions that other processes ended stay valid")
             yield
 
     app = FastAPI(title="tokenproxy", version=__version__, lifespan=lifespan, redirect_slashes=False)
     tenant_of = _tenant_of(settings, credentials)
     endpoints = mount(app, lambda scope: services, tenant_of, observer, inside_vllm=False)
-    guard(app, settings, endpoints, observer, key_file)
+    guard(app, settings, endpoints, observer, key_file, services.session_keys)
     return app
 
 
@@ -258,6 +264,7 @@ def guard(
     endpoints: Mapping[tuple[str, str], ASGIApp],
     observer: Observer,
     key_file: KeyFile | None = None,
+    session_keys: SessionKeys | None = None,
 ) -> None:
     """Add the middlewares; the one added last gets a request first.
 
@@ -269,7 +276,7 @@ def guard(
         keys, admin_keys = (
             [key.get_secret_value() for key in group] for group in (settings.api_key, settings.admin_key)
         )
-        clients = ApiKeys(keys, admin_keys, key_file, settings.metrics_need_key)
+        clients = ApiKeys(keys, admin_keys, key_file, settings.metrics_need_key, session_keys)
     app.add_middleware(
         Gate,
         routes=all_routes(),

@@ -38,6 +38,8 @@ class Request:
     that is neither repeated nor allowed to fail for that reason."""
     may_read: bool = True
     """Whether its client has the scope `read` (`web/keys.py`); every client has if no keys are set."""
+    key_session: str = ""
+    """Name of the session that the request's API key is for; empty where a key is for all of its tenant."""
     parameters: Mapping[str, str] = field(default_factory=dict)
     """What the template of its route matched in the path, decoded."""
 

@@ -36,9 +36,11 @@ Make an API key, print it once, and add its name, scopes and digest to a key fil
 
   tokenproxy key trainer --file keys.yaml                                  inference and read
   tokenproxy key dashboard --file keys.yaml --scope read --tenant trainer  reads what `trainer` recorded
+  tokenproxy key agents --file keys.yaml --scope turns --tenant trainer    turns of `trainer`'s sessions
   tokenproxy key operator --file keys.yaml --scope admin                   the engines' admin routes
 
-Scopes: `inference` for turns, tokenising and the engines' inference routes; `read` for sessions, samples,
+Scopes: `turns` for turns and tokenising alone; `inference` for these, the engines' other inference routes,
+and creating, rewarding and deleting sessions; `read` for sessions, samples,
 metrics and the details of /ready; `admin` for /admin/ and the engines' admin and development routes.
 Keys with one name, or with one --tenant, reach the same recordings. To rotate a key, make a new one of the
 same name and delete the old entry. docs/security.md has more.
@@ -154,7 +156,7 @@ def _add_key(parser: argparse.ArgumentParser) -> None:
     add(
         "--scope",
         action="append",
-        choices=("inference", "read", "admin"),
+        choices=("turns", "inference", "read", "admin"),
         help="what the key allows; repeatable (default: inference and read)",
     )
     add("--tenant", metavar="NAME", help="tenant whose recordings the key reaches (default: its name)")

@@ -18,6 +18,8 @@ class SessionFields(TypedDict, total=False):
     """`turns`, `sampled_ids` and `seconds` after which the proxy ends the session's program."""
     policy: Mapping[str, Any] | None
     """Sampling parameters of all turns; with the `mode` `note` turns with others are only noted."""
+    key_expires_s: float | None
+    """Seconds until `SessionInfo.key` expires; a day if left out."""
 
 
 class SampleSelection(TypedDict, total=False):
@@ -88,6 +90,8 @@ class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
     """As `GET /v1/sessions/{session}` returns them."""
     turns: list[dict[str, Any]] = []
     """As `GET /v1/sessions/{session}` returns them."""
+    key: str | None = None
+    """Of `create_session` where the proxy has keys: it takes turns of this session, and does nothing else."""
 
 
 class SessionSampleList(msgspec.Struct, frozen=True, kw_only=True):

@@ -81,6 +81,10 @@ class Signer:
             return None
         return named[:_TURN_BYTES].hex(), int.from_bytes(named[_TURN_BYTES:], "big")
 
+    def signature(self, content: bytes) -> bytes:
+        """The signature of the content of a session's key: 32 bytes, no part of a token's."""
+        return hmac.digest(self._secret, b"session key\0" + content, "sha256")
+
     def _signature(self, tenant: str, named: bytes) -> bytes:
         return hmac.digest(self._secret, tenant.encode() + b"\0" + named, "sha256")[:_SIGNATURE_BYTES]
 

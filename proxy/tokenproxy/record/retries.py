@@ -75,7 +75,7 @@ class Attempt:
             session = request.session.name if request.session else ""
             scope = (request.tenant.encode(), session.encode(), signs.path.encode())
             self._digest = _digest(b"request", *scope, signs.body)
-            key = _digest(b"named", *scope[:1], signs.idempotency_key) if self.named else self._digest
+            key = _digest(b"named", *scope[:2], signs.idempotency_key) if self.named else self._digest
             self._key = key.hex()
 
     async def __aenter__(self) -> "Attempt":

@@ -22,6 +22,7 @@ from tokenproxy.fleet.membership import Membership
 from tokenproxy.fleet.weight_calls import WeightCalls
 from tokenproxy.record.encoders import EncoderPool
 from tokenproxy.record.history import History
+from tokenproxy.record.session_keys import SessionKeys
 from tokenproxy.settings import Settings
 from tokenproxy.store.guarded import GuardedStore
 
@@ -144,9 +145,16 @@ class Services:
     encoders: EncoderPool
     """Threads for tokenising, which would block the event loop."""
     settings: Settings
+    session_keys: SessionKeys | None = None
+    """Keys for one session each; None where the proxy has no keys."""
     membership: Membership | None = None
     """Adds and removes replicas; None inside vLLM, where there is one engine."""
     model_aliases: ModelAliases = field(default_factory=ModelAliases)
     """The models that serve requests for others."""
     running: RunningRequests = field(default_factory=RunningRequests)
     """The running requests, which are cut off when the process stops."""
+
+    async def end_keys(self, rollout: str) -> None:
+        """End the keys of a session that is finished or deleted. Raises StoreError."""
+        if self.session_keys is not None:
+            await self.session_keys.end(rollout)

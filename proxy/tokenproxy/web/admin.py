@@ -31,6 +31,7 @@ class Root(StatusRoute):
     """Claude Code and other clients request it when they start, to find out whether the base URL responds."""
 
     path = "/"
+    key_scope: KeyScope | None = KeyScope.TURNS
     summary = "The base URL responds"
 
     async def answer(self, request: Request, services: Services, /) -> Response:

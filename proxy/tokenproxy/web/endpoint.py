@@ -35,7 +35,7 @@ from tokenproxy.turn.services import RunningRequests, Services
 from tokenproxy.web.base import Route, StoreRoute
 from tokenproxy.web.credentials import TENANT_KEY, TenantOf, recorded_tenant, tenant_in_scope
 from tokenproxy.web.gate import check_page, is_loopback
-from tokenproxy.web.keys import SCOPES_KEY, KeyScope
+from tokenproxy.web.keys import SCOPES_KEY, SESSION_KEY, KeyScope
 from tokenproxy.web.paths import check_path, raw_path
 from tokenproxy.web.response import send_response
 
@@ -122,6 +122,7 @@ class Endpoint:
             await read_body(scope, receive, limit, BODY_TIMEOUT_S),
             tenant=tenant,
             may_read=self._inside_vllm or KeyScope.READ in scope.get(SCOPES_KEY, ()),
+            key_session=scope.get(SESSION_KEY, ""),
             parameters=scope.get("path_params", {}),
         )
 

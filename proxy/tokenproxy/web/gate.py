@@ -13,9 +13,19 @@ from starlette.routing import compile_path
 
 from tokenproxy.base.errors import ApiError, BadRequest, Forbidden, HeadTooLarge, Unauthorized, send_error
 from tokenproxy.base.types import ASGIApp, Headers, Receive, Scope, Send
+from tokenproxy.record.session_keys import SessionKeys
 from tokenproxy.web.base import Route
 from tokenproxy.web.credentials import TENANT_KEY, key_in, tenant_of_key
-from tokenproxy.web.keys import EVERY_SCOPE, SCOPES_KEY, WITHOUT_ADMIN, ApiKey, KeyFile, KeyScope
+from tokenproxy.web.keys import (
+    EVERY_SCOPE,
+    SCOPES_KEY,
+    SESSION_KEY,
+    WITHOUT_ADMIN,
+    ApiKey,
+    KeyFile,
+    KeyScope,
+)
+from tokenproxy.web.parameters import HEADER, check_name
 from tokenproxy.web.paths import Paths, check_path, path_of
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
@@ -28,6 +38,7 @@ _ANY_METHOD = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 """Methods of a route that the engine serves, because only the engine knows which of them it accepts."""
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
 _METRICS = "/metrics"
+_OF_A_SESSION = frozenset({KeyScope.TURNS})
 _PAGE_PATH = re.compile(r"/viewer/?|/viewer/static/[^/]*")
 """The page, which holds no recorded data and asks for a key: a browser sends none with its first request."""
 _FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-real-ip"})
@@ -175,9 +186,11 @@ class ApiKeys:
         admin_keys: Sequence[str] = (),
         file: KeyFile | None = None,
         metrics_need_key: bool = False,
+        sessions: SessionKeys | None = None,
     ) -> None:
         """`metrics_need_key`: whether `/metrics` needs a key with the scope `read`."""
         self._file = file
+        self._sessions = sessions
         self._plain: dict[str, ApiKey] = {}
         """By their tenants, which are digests: the time of a look-up reveals nothing about a key."""
         for scopes, group in ((WITHOUT_ADMIN, keys), (EVERY_SCOPE, admin_keys)):
@@ -187,12 +200,20 @@ class ApiKeys:
 
     def identify(self, scope: Scope, is_local: bool) -> Scope:
         """The scope of a request, with tenant and scopes of its key. Raises Unauthorized."""
-        key, headers = self._verify(scope["headers"])
         path = path_of(scope)
         is_open = scope["method"] in ("GET", "HEAD") and (
             path in self._open or _PAGE_PATH.fullmatch(path) is not None
         )
+        try:
+            key, headers = self._verify(scope["headers"])
+        except ApiError:
+            if not is_open:
+                raise
+            key = None
         granted = {KeyScope.READ} if is_open and path == _METRICS else set()
+        if key is not None and key.session:
+            headers = in_session(headers, key.session)
+            scope = {**scope, SESSION_KEY: key.session}
         if key is not None:
             return {**scope, "headers": headers, TENANT_KEY: key.tenant, SCOPES_KEY: key.scopes | granted}
         if is_open:
@@ -217,7 +238,28 @@ class ApiKeys:
 
     def _find(self, key: bytes) -> ApiKey | None:
         found = self._plain.get(tenant_of_key(key))
-        return self._file.find(key) if found is None and self._file is not None else found
+        if found is None and self._file is not None:
+            found = self._file.find(key)
+        if found is None and self._sessions is not None and (granted := self._sessions.read(key)):
+            found = ApiKey(granted.tenant, _OF_A_SESSION, granted.session)
+        return found
+
+
+def in_session(headers: Headers, session: str) -> Headers:
+    """The headers of a request with the key of a session, which they name.
+
+    Raises:
+        Forbidden: they, or the path, name another session.
+        BadRequest: they name none that is valid.
+    """
+    named = [value.decode("latin-1").strip() for name, value in headers if name == HEADER]
+    if any(check_name(name, "X-Session-ID") != session for name in named):
+        raise Forbidden(
+            f"this API key is for the session {session!r} alone: name that one, or none",
+            param="X-Session-ID",
+            code="wrong_session",
+        )
+    return [*(pair for pair in headers if pair[0] != HEADER), (HEADER, session.encode())]
 
 
 class NoKeys:

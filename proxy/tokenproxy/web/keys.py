@@ -12,7 +12,7 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import date
 from enum import StrEnum
@@ -30,12 +30,17 @@ SCOPES_KEY = "tokenproxy.scopes"
 """Key of the ASGI scope with the scopes of a request's client."""
 
 
-class KeyScope(StrEnum):
-    """The rights of a key. No scope includes another."""
+SESSION_KEY = "tokenproxy.session"
+"""Key of the ASGI scope with the session that the request's API key is for."""
 
+
+class KeyScope(StrEnum):
+    """The rights of a key. `inference` includes `turns`; no other scope includes another."""
+
+    TURNS = "turns"
+    """Turns, counting and tokenising, stored responses, the list of models; as the key of one session."""
     INFERENCE = "inference"
-    """Turns, tokenising, the engine's inference routes; creating, rewarding and deleting the tenant's
-    sessions."""
+    """The engine's other inference routes; creating, rewarding and deleting the tenant's sessions."""
     READ = "read"
     """Sessions, the viewer's data, samples, the details of `/ready`, metrics."""
     ADMIN = "admin"
@@ -43,7 +48,7 @@ class KeyScope(StrEnum):
 
 
 EVERY_SCOPE = frozenset(KeyScope)
-WITHOUT_ADMIN = frozenset({KeyScope.INFERENCE, KeyScope.READ})
+WITHOUT_ADMIN = EVERY_SCOPE - {KeyScope.ADMIN}
 
 _INFERENCE = (
     "/v1/audio",
@@ -51,7 +56,6 @@ _INFERENCE = (
     "/v1/completions",
     "/v1/embeddings",
     "/v1/messages",
-    "/v1/models",
     "/v1/rerank",
     "/v1/responses",
     "/v1/score",
@@ -72,6 +76,30 @@ _INFERENCE = (
 )
 """Routes of vLLM that change nothing in it; the paths below them too."""
 _READ = ("/load", "/ping", "/version")
+_SAMPLE_NOTHING = (
+    "/v1/audio",
+    "/v1/chat/completions/derender",
+    "/v1/chat/completions/render",
+    "/v1/completions/derender",
+    "/v1/completions/render",
+    "/v1/embeddings",
+    "/v1/messages/render",
+    "/v1/models",
+    "/v1/rerank",
+    "/v1/responses/render",
+    "/v1/score",
+    "/v2/embed",
+    "/v2/rerank",
+    "/classify",
+    "/cohere/v2/chat/render",
+    "/detokenize",
+    "/generative_scoring",
+    "/pooling",
+    "/rerank",
+    "/score",
+    "/tokenizer_info",
+)
+"""Of the inference routes that the proxy does not serve itself, those that sample no turn."""
 
 
 def scope_of_engine_route(path: str) -> KeyScope:
@@ -80,9 +108,19 @@ def scope_of_engine_route(path: str) -> KeyScope:
     Args:
         path: the engine's path, percent-decoded once, without the query.
     """
-    if path == "/" or _is_below(path, _INFERENCE):  # Claude Code sends HEAD / when it starts
+    if path == "/" or _is_below(path, ("/v1/models",)):  # Claude Code sends HEAD / when it starts
+        return KeyScope.TURNS
+    if _is_below(path, _INFERENCE):
         return KeyScope.INFERENCE
     return KeyScope.READ if _is_below(path, _READ) else KeyScope.ADMIN
+
+
+def samples_unrecorded(path: str) -> bool:
+    """Whether a POST to an inference route of the engine may sample what the proxy does not record.
+
+    Limits and policies of sessions do not hold there either. `path` as in `scope_of_engine_route`.
+    """
+    return not _is_below(path, _SAMPLE_NOTHING)
 
 
 def _is_below(path: str, places: tuple[str, ...]) -> bool:
@@ -126,6 +164,13 @@ class ApiKey:
 
     tenant: str
     scopes: frozenset[KeyScope]
+    session: str = ""
+    """Name of the session that it is for; empty for all of the tenant."""
+
+
+def with_included(scopes: Collection[KeyScope]) -> frozenset[KeyScope]:
+    """Scopes with those that they include."""
+    return frozenset(scopes) | ({KeyScope.TURNS} if KeyScope.INFERENCE in scopes else set())
 
 
 def new_key(
@@ -232,7 +277,8 @@ class KeyFile:
             entry.id: (
                 bytes.fromhex(entry.sha256),
                 ApiKey(
-                    _tenant(entry.name if entry.tenant is None else entry.tenant), frozenset(entry.scopes)
+                    _tenant(entry.name if entry.tenant is None else entry.tenant),
+                    with_included(entry.scopes),
                 ),
             )
             for entry in entries

@@ -1,6 +1,8 @@
 """Passes all other routes through to the engine."""
 
-from tokenproxy.base.errors import BadRequest
+from urllib.parse import unquote
+
+from tokenproxy.base.errors import BadRequest, Forbidden
 from tokenproxy.base.fields import join, parse
 from tokenproxy.base.http import Request, Response
 from tokenproxy.fleet.choosing import BYTES_PER_ID, Routing, request_digest
@@ -9,7 +11,7 @@ from tokenproxy.turn.services import Services
 from tokenproxy.web.admin import named_replica
 from tokenproxy.web.base import Route, parse_bounded
 from tokenproxy.web.credentials import unverified_tenant
-from tokenproxy.web.keys import KeyScope, scope_of_engine_route
+from tokenproxy.web.keys import KeyScope, samples_unrecorded, scope_of_engine_route
 from tokenproxy.web.parameters import session_name
 
 _SAFE = ("GET", "HEAD")
@@ -44,13 +46,20 @@ class PassThrough(Route):
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """The engine's response."""
-        path = request.path.partition("?")[0]
+        path = unquote(request.path.partition("?")[0])
         scope = self.needed_scope(request.method, path)
         if scope is KeyScope.ADMIN and (name := named_replica(request)):
             return await services.fleet.named(name).engine.send(request)
+        inference = scope is KeyScope.INFERENCE and request.method == "POST"
+        if inference and services.settings.asks_for_keys and samples_unrecorded(path.rstrip("/")):
+            raise Forbidden(
+                f"{path} would sample without a record, and past the limits and the policy of a session: use "
+                "/v1/chat/completions, or another route of a turn",
+                code="route_not_recorded",
+            )
         repeatable = request.method in _SAFE or path in _REPEATABLE
         body = request.body
-        if services.model_aliases and request.method == "POST" and scope is KeyScope.INFERENCE:
+        if services.model_aliases and inference:
             body = await _with_served_model(request, services)
         call = Request(request.method, request.path, request.headers, body, repeatable)
         session, tenant = _session(request, services), request.tenant or unverified_tenant(request.headers)
@@ -58,7 +67,7 @@ class PassThrough(Route):
             conversation=session,
             ids=len(request.body) // BYTES_PER_ID,
             tenant=tenant,
-            samples=request.method == "POST" and scope is KeyScope.INFERENCE and path not in _PREPARES,
+            samples=inference and path not in _PREPARES,
             repeatable=repeatable,
             digest=None
             if request.method in _SAFE

@@ -11,6 +11,7 @@ from tokenproxy.base.errors import BadRequest
 from tokenproxy.base.fields import NULL, decode, join, parse, raw_value, read
 from tokenproxy.base.http import Request, Response, json_response, query_value
 from tokenproxy.base.types import Fields
+from tokenproxy.record.session_keys import DEFAULT_S, LONGEST_S
 from tokenproxy.record.session_rules import SessionRules, read_refusals
 from tokenproxy.record.store import DESCRIPTION, MAX_DESCRIPTION_BYTES, Session, session_id
 from tokenproxy.record.turn import Turn, new_id, unpack_alternatives, unpack_ids, unpack_logprobs
@@ -67,6 +68,7 @@ class OneSession(SessionRoute):
             return await super().answer(request, services)
         name = session_in_path(request)
         rollout = session_id(request.tenant, name)
+        await services.end_keys(rollout)
         if not await services.store.delete(rollout):
             raise unknown_session(name)
         services.history.forget(rollout)
@@ -143,6 +145,8 @@ class SessionReward(SessionRoute):
         store, session, rewards = services.store, found.session, _rewards(parse(query.request.body))
         if unknown := sorted(rewards.keys() - {"", *(turn.id for turn in found.turns)}):
             raise BadRequest(f"the session has no turn {unknown[0]!r}", param="turn")
+        if "" in rewards:
+            await services.end_keys(session.id)
         await store.finish(session.id, Cause.REWARD, rewards)
         rewarded = await store.session(session.id)
         if rewarded is None:
@@ -170,6 +174,7 @@ class SessionEnd(StoreRoute):
         rollout = session_id(request.tenant, name)
         # first: it needs no store
         ended = services.fleet.conversations.end(rollout)
+        await services.end_keys(rollout)
         finished = await services.store.finish(rollout, Cause.END)
         services.history.feed_watch.notify()
         return json_response({"id": name, "object": "session", "ended": ended, "finished": finished})
@@ -212,12 +217,17 @@ async def _save(request: Request, services: Services) -> Response:
     """Create a session, or change its description; fields that the request does not hold stay.
 
     `id`, `defaults`, `overrides`, `metadata`, `limits`, `policy`; `echo` is kept as the override
-    `echo_policy`.
+    `echo_policy`. Where the proxy has keys, `key` of the response takes turns of this session and nothing
+    else, for `key_expires_s` seconds.
     """
     store, fields = services.store, parse(request.body or b"{}")
     field = "id" if raw_value(fields, "id") is not None else "session_id"  # rLLM's name for it
     name = check_name(read(fields, field, str) or f"session-{new_id()}", field)
     rollout, described, now = session_id(request.tenant, name), _description(fields), time.time()
+    asked_s = read(fields, "key_expires_s", float)
+    expires_s = DEFAULT_S if asked_s is None else asked_s
+    if not 0 < expires_s <= LONGEST_S:
+        raise BadRequest.of("key_expires_s", f"must be more than 0 and at most {LONGEST_S}")
     before = await store.session(rollout)
     if (echo := raw_value(fields, "echo")) is not None:
         overrides = described.get("overrides", before.overrides if before else b"{}")
@@ -236,7 +246,10 @@ async def _save(request: Request, services: Services) -> Response:
         )
     await store.add(session, fields=described)
     saved = await store.session(session.id)
-    return json_response(_described(saved or session), 201 if before is None else 200)
+    shown = _described(saved or session)
+    if services.session_keys is not None:
+        shown["key"] = await services.session_keys.issue(request.tenant, name, expires_s)
+    return json_response(shown, 201 if before is None else 200)
 
 
 def _description(fields: Fields) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from tokenproxy.turn.required_prefix import in_vocabulary, render_with_prefix, t
 from tokenproxy.turn.serve import plan_turn, served_model
 from tokenproxy.turn.services import Services
 from tokenproxy.web.base import Route, parse_bounded
+from tokenproxy.web.keys import KeyScope
 from tokenproxy.web.parameters import named_session
 
 _TOKENIZE_PATH = "/tokenize"
@@ -42,6 +43,7 @@ class Tokenize(Route):
     """Tokenises messages; appends messages to ids; renders a history around ids."""
 
     path = _TOKENIZE_PATH
+    key_scope = KeyScope.TURNS
     needs_tenant = False  # vLLM requires no credential here
     summary = "Tokenise; append to ids; keep a prefix of ids"
 
@@ -154,6 +156,7 @@ class CountTokens(Route):
     """Counts the ids of the prompt that a request for a message would have; samples nothing."""
 
     path = _COUNT_PATH
+    key_scope = KeyScope.TURNS
     summary = "Number of ids of a message's prompt"
 
     async def answer(self, request: Request, services: Services, /) -> Response:

@@ -8,7 +8,8 @@ from functools import partial
 import msgspec
 
 from tokenproxy.base.errors import ApiError, BadRequest, EngineBroken, NotFound
-from tokenproxy.base.fields import join, parse
+from tokenproxy.base.fields import join, parse, raw
+from tokenproxy.base.fields import read as read_field
 from tokenproxy.base.http import EngineRefused, Request, Response, json_response, query_value
 from tokenproxy.base.types import Fields
 from tokenproxy.engine.protocol import error_text, fetch
@@ -27,7 +28,7 @@ from tokenproxy.turn.serve import serve_turn
 from tokenproxy.turn.services import Services
 from tokenproxy.web.base import Route, StoreRoute, parse_bounded
 from tokenproxy.web.keys import KeyScope
-from tokenproxy.web.parameters import named_session
+from tokenproxy.web.parameters import named_session, session_name
 
 _RENAMED = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 """Names of fields of a chat completion to those of the request that it was made of."""
@@ -40,6 +41,8 @@ _SILENCE_S = 15.0
 
 class TurnRoute(Route):
     """Serves the turns of one wire format."""
+
+    key_scope = KeyScope.TURNS
 
     def __init__(self, wire_format: Format) -> None:
         self._format = wire_format
@@ -98,6 +101,7 @@ class Responses(Route):
     """Serves a turn; reads before it what the request names, and stores the response after it."""
 
     path = PATH
+    key_scope = KeyScope.TURNS
     summary = "Response, token-exact over turns"
     _compact = False
 
@@ -128,27 +132,35 @@ class _Stored:
 
     def __init__(self, request: Request, services: Services) -> None:
         self._tenant = request.tenant
+        self._key_session = request.key_session
+        self._session = session_name(request, from_key=services.settings.session_from_key)
         self._history = services.history
 
     async def read(self, names: Iterable[str]) -> dict[str, bytes]:
-        """Those of these names that are stored, and can be read. Raises StoreError."""
+        """Those of these names that are stored, and can be read; of its session, if the key is for one.
+
+        Raises StoreError.
+        """
         asked = {session_id(self._tenant, name): name for name in names}
         if not asked:
             return {}
         store = self._history.store
         found = await store.get(DOCUMENTS, list(asked))
         read = store.unreadable.read  # a document is decoded later: here only its outline is checked
-        return {
-            asked[name]: content
-            for name, content in found.items()
-            if read(f"{DOCUMENTS} {name}", _OUTLINE.decode, content) is not None
-        }
+        documents: dict[str, bytes] = {}
+        for name, content in found.items():
+            outline = read(f"{DOCUMENTS} {name}", _OUTLINE.decode, content)
+            if outline is not None and self._key_session in ("", read_field(outline, "session", str)):
+                documents[asked[name]] = content
+        return documents
 
     async def keep(self, name: str, content: bytes) -> bool:
         """Store a document; False if that comes later, or after a failure, which is logged and counted."""
         try:
             store, document = self._history.store, session_id(self._tenant, name)
             keep_s = store.limits.max_age_s
+            if self._session:
+                content = join({**_OUTLINE.decode(content), "session": raw(self._session)})
             return await store.put(DOCUMENTS, document, content, keep_s=keep_s, before=None)
         except StoreError as error:
             error.report(self._history.metrics, "a response is not stored")
@@ -162,18 +174,21 @@ class OneResponse(StoreRoute):
     path = "/v1/responses/{response_id}"
     methods = ("GET", "DELETE")
     summary = "A stored response"
-    reading_scope = KeyScope.INFERENCE  # who may sample may also read and delete what was sampled
+    key_scope = reading_scope = KeyScope.TURNS  # who may sample may also read and delete what was sampled
 
     async def answer(self, request: Request, services: Services, /) -> Response:
         """GET: the response as its client got it. DELETE: `{"id", "object", "deleted"}`."""
         name = _name(request)
+        stored = _Stored(request, services)
         if request.method == "DELETE":
+            if request.key_session and name not in await stored.read([name]):
+                raise _unknown(name)
             if not await services.store.put(DOCUMENTS, session_id(request.tenant, name), None):
                 raise _unknown(name)
             return json_response({"id": name, "object": "response", "deleted": True})
         if query_value(request, "stream", "false") == "true":
             raise BadRequest.of("stream", "is not supported: a stored response is complete")
-        found = await _Stored(request, services).read([name])
+        found = await stored.read([name])
         if name not in found:
             raise _unknown(name)
         return json_response(msgspec.json.decode(found[name], type=ResponseRecord).response)
@@ -197,6 +212,8 @@ def _unknown(name: str) -> NotFound:
 
 class TrlBatch(Route):
     """A batch of prompts as TRL up to 1.10 sends it to `trl vllm-serve`; each prompt is one turn."""
+
+    key_scope = KeyScope.TURNS
 
     def __init__(self, path: str, prompts: str) -> None:
         """`prompts`: the field that holds the prompts."""

@@ -15,7 +15,8 @@ from tests.support.talk import CHAT, user
 from tests.support.utils import run_app
 from tokenproxy.engine.token_in import GenerateTokenIn
 from tokenproxy.settings import Settings
-from tokenproxy.web.keys import KeyScope, scope_of_engine_route
+from tokenproxy.web.keys import KeyScope, samples_unrecorded, scope_of_engine_route
+from tokenproxy.web.routes import all_routes
 
 _CALL: dict[str, Any] = {"tools": [CHAT_TOOL], "tool_choice": "required", "max_tokens": 60}
 _STOP: dict[str, Any] = {"stop": ["a", "e"], "max_tokens": 40}
@@ -76,13 +77,28 @@ def test_unusual_requests_are_recorded_and_continued(server: Server, name: str, 
     assert (last["parent"], last["problem"]) == (sampled[0]["id"], None)
 
 
+_UNRECORDED = {
+    "/cohere/v2/chat",
+    "/invocations",
+    "/v1/chat/completions/batch",
+    "/v1/responses/{response_id}/cancel",
+    "/v1/systemone",
+}
+"""Inference routes that the proxy refuses where it has keys. A new one that samples nothing goes on the other
+list, `_SAMPLE_NOTHING`."""
+
+
 def test_every_route_of_the_engine_has_a_scope(servers: Mapping[str, Server]) -> None:
     """What vLLM serves today: the development routes are all among those that need `admin`."""
     paths = httpx.get(f"{servers['in front'].engine.url}/openapi.json", timeout=60).json()["paths"]
     admin = {path for path in paths if scope_of_engine_route(path) is KeyScope.ADMIN}
     assert {"/pause", "/resume", "/collective_rpc", "/update_weights", "/server_info", "/sleep"} <= admin
+    assert {path for path in paths if scope_of_engine_route(path) is KeyScope.TURNS} >= {"/v1/models"}
     inference = {path for path in paths if scope_of_engine_route(path) is KeyScope.INFERENCE}
-    assert {"/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize", "/v1/models"} <= inference
+    assert {"/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize"} <= inference
+    own = {route.path for route in all_routes()}
+    unrecorded = {path for path in inference - own if samples_unrecorded(path)}
+    assert unrecorded <= _UNRECORDED, unrecorded
     tools = ("/tokenize", "/detokenize", "/tokenizer_info", "/invocations", "/pooling", "/score", "/rerank")
     others = (*tools, "/classify", "/generative_scoring")
     beginnings = ("/v1/", "/v2/", "/cohere/", "/inference/")

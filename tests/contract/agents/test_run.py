@@ -218,5 +218,10 @@ def test_keys(
         assert main(["run", "--", *_agent(0, "Hi")]) == 0
         printed = capfd.readouterr().err
         assert _rows(printed)["turns"].startswith("1 ") and "ALICE" not in printed
+        monkeypatch.setenv("TOKENPROXY_ADMIN_KEY", "CAROL")
+        assert main(["run", "--", sys.executable, "-c", "import os; print(dict(os.environ))"]) == 0
+        environment = capfd.readouterr().out
+        assert "tps-" in environment
+        assert "ALICE" not in environment and "CAROL" not in environment
         assert main(["run", "--api-key", inference, "--", *_agent(5, "Hi")]) == 5
         assert "which this key may not read" in capfd.readouterr().err
