@@ -37,6 +37,9 @@ _CALLS = {
     "image_generation_call": ("image_generation", "arguments"),
 }
 """The function whose call an item stands for, and the field of its arguments."""
+_CIPHERTEXT = re.compile(r"gAAAA[A-Za-z0-9_-]+=*")
+"""What OpenAI's models write in place of a text that only they can read. Codex also marks as encrypted what
+other models wrote as it is."""
 _ENCRYPTED = "[part of the message is encrypted]"
 _ROLES = ("user", "system", "developer", "assistant")
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
@@ -314,7 +317,8 @@ def _part(part: object, at: str) -> Item:
     if kind == "input_image":
         return _image(part, at)
     if kind == "encrypted_content":
-        return {"type": "text", "text": _ENCRYPTED}
+        text = text_field(part, kind, at)
+        return {"type": "text", "text": _ENCRYPTED if _CIPHERTEXT.fullmatch(text) else text}
     if kind == "input_audio" and isinstance(part.get("audio_url"), str):
         return {"type": "audio_url", "audio_url": {"url": part["audio_url"]}}
     if kind == "input_audio" and isinstance(part.get("input_audio"), dict):

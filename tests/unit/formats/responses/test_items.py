@@ -44,7 +44,8 @@ def _tool(call: str, content: Any = "ok") -> Item:
     return {"role": "tool", "tool_call_id": call, "content": content}
 
 
-_ENCRYPTED = {"type": "encrypted_content", "encrypted_content": "x"}
+_ENCRYPTED = {"type": "encrypted_content", "encrypted_content": "gAAAAABo-x_1="}
+_PLAIN = {"type": "encrypted_content", "encrypted_content": "Count the lines."}
 _CASES: dict[str, tuple[list[Item], list[Item]]] = {
     "a turn of all kinds": (
         [_reasoning("r"), _text("t"), _call("1"), _call("2"), _result("1"), _result("2")],
@@ -199,6 +200,7 @@ def test_a_search_for_tools_is_a_call_and_its_result(call_id: str | None) -> Non
             [{"type": "input_text", "text": "Done. "}, _ENCRYPTED],
             "Done. [part of the message is encrypted]",
         ),
+        ([{"type": "input_text", "text": "Payload:\n"}, _PLAIN], "Payload:\nCount the lines."),
     ],
 )
 def test_a_message_of_an_agent_is_one_of_the_user(parts: list[Item], text: str) -> None:
