@@ -158,10 +158,10 @@ async def test_no_turn_of_a_client_drifts(
         assert target.ids == exact
     follow_ups = [turn["reason"] for turn in record.turns[1:] if turn["source"] != "given"]
     with capsys.disabled():
-        print(f"\n  {name}: {len(record.turns) - 1} follow-up turns, all exact; {dict(Counter(follow_ups))}")
+        print(f"\n  {name}: {len(record.turns) - 1} follow-up turns, all exact: {dict(Counter(follow_ups))}")
     # a call that was cut within its arguments comes back with its JSON completed
     assert set(follow_ups) <= {None, "call_repaired", _ECHOING.get(name)}
-    assert _ECHOING.get(name) in follow_ups
+    assert name not in _ECHOING or _ECHOING[name] in follow_ups
     # TRL's client sends ids, and calls no tools; two of the frameworks have theirs in the text
     without_calls = name == "TRL" or "regex" in _SAMPLED.get(name, {})
     assert without_calls or any(turn["message"].get("tool_calls") for turn in record.turns)
