@@ -134,3 +134,20 @@ def test_codex(task_model: TinyModel, home: Path) -> None:
     assert _chain(turns) == [(0, ""), (0, ""), (1, "main"), (2, "compaction")]
     agents = {"multi_agent_v1__spawn_agent": 1, "multi_agent_v1__wait_agent": 1}
     assert _calls(turns) == {"exec_command": 8, **agents}
+
+
+@needs(CODEX)
+def test_a_sub_agent_of_codex_is_told_its_task(task_model: TinyModel, home: Path) -> None:
+    """In the second version of its agents, Codex marks what they tell each other as encrypted."""
+    steps = [
+        Step("two lines", "All is done."),
+        Step(_SUB_TASK, "It has two lines."),
+        Step(_TASK, calls=(("collaboration__spawn_agent", {"message": _SUB_TASK, "task_name": "counter"}),)),
+        Step("/root/counter", calls=(("collaboration__wait_agent", {"timeout_ms": 20_000}),)),
+    ]
+    script = Script(steps)
+    with ScriptedEngine(task_model, script) as engine, run_proxy([engine], store="memory:") as client:
+        url = str(client.base_url)
+        assert "All is done." in run_task(url, home, CODEX, "--enable", "multi_agent_v2", _TASK)
+        turns = check_recorded(url, script)
+    assert [turn["request_class"] for turn in turns].count("subagent") == 1

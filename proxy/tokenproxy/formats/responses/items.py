@@ -21,13 +21,26 @@ from tokenproxy.base.errors import BadRequest
 from tokenproxy.record.echo import TurnTokens, turn_in
 
 Item = dict[str, Any]
-COMPACTIONS = ("compaction", "compaction_summary", "context_compaction")
+_MARK = "context_compaction"
+"""The type of an item that, without content, only marks where a conversation was compacted."""
+COMPACTIONS = ("compaction", "compaction_summary", _MARK)
 """Types of items that stand for a compacted conversation."""
 TRIGGER = "compaction_trigger"
 CUSTOM_INPUT = "input"
 """The one parameter of a custom tool. Names and texts are vLLM's."""
-_TOOL_SEARCH = "tool_search"
-"""The name of the function that stands for a search for tools."""
+TOOLS, SETTINGS = "additional_tools", "configuration_update"
+"""Types of items with which Codex adds tools, and changes the effort, for the turns after them."""
+_CALLS = {
+    "tool_search_call": ("tool_search", "arguments"),
+    "local_shell_call": ("local_shell", "action"),
+    "web_search_call": ("web_search", "action"),
+    "image_generation_call": ("image_generation", "arguments"),
+}
+"""The function whose call an item stands for, and the field of its arguments."""
+_CIPHERTEXT = re.compile(r"gAAAA[A-Za-z0-9_-]+=*")
+"""What OpenAI's models write in place of a text that only they can read. Codex also marks as encrypted what
+other models wrote as it is."""
+_ENCRYPTED = "[part of the message is encrypted]"
 _ROLES = ("user", "system", "developer", "assistant")
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -99,24 +112,26 @@ class _Messages:
         elif kind == "custom_tool_call":
             self._add_call(item, wrapped_input(text_field(item, "input", at)), at)
         elif kind in _OUTPUTS:
-            call, output = text_field(item, "call_id", at), content_of(item.get("output"), f"{at}.output")
-            self.messages.append({"role": "tool", "tool_call_id": call, "content": output})
-        elif kind == "tool_search_call":
-            asked = item.get("arguments")
-            search = {**item, "name": _TOOL_SEARCH, "call_id": _search_id(item)}
-            self._add_call(search, asked if isinstance(asked, str) else _json(asked), at)
+            self._add_output(item, at)
+        elif kind in _CALLS:
+            name, field = _CALLS[kind]
+            asked = item.get(field) or {}
+            # what a provider ran has no id
+            call = {**item, "name": name, "call_id": item.get("call_id") or name}
+            self._add_call(call, asked if isinstance(asked, str) else _json(asked), at)
         elif kind == "tool_search_output":
+            call_id = item.get("call_id") or _CALLS["tool_search_call"][0]
             content = _json(item.get("tools") or [])
-            self.messages.append({"role": "tool", "tool_call_id": _search_id(item), "content": content})
+            self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
         elif kind == "agent_message":
             self._add_agent_message(item, at)
-        elif kind in COMPACTIONS:
+        elif kind in COMPACTIONS and (kind != _MARK or item.get("encrypted_content") is not None):
             self._add_summary(item, at)
-        else:
+        elif kind not in (TOOLS, SETTINGS, _MARK):
             raise BadRequest.of(
                 f"{at}.type",
                 f"is `{kind}`, which this server does not know: it takes messages, reasoning, "
-                "function calls, custom tool calls, tool searches and their outputs, messages of agents, "
+                "calls of functions, custom tools, shells and searches, their outputs, messages of agents, "
                 "and compactions",
             )
 
@@ -152,13 +167,18 @@ class _Messages:
         call = {"id": text_field(item, "call_id", at), "type": "function", "function": function}
         self._assistant(item, "tool_calls").setdefault("tool_calls", []).append(call)
 
+    def _add_output(self, item: Item, at: str) -> None:
+        """Add a result of a call; what a client's function tells without a call is said by the user."""
+        content = content_of(item.get("output"), f"{at}.output")
+        if item.get("call_id") is None and isinstance(item.get("name"), str):
+            self.messages.append({"role": "user", "content": content})
+            return
+        call = text_field(item, "call_id", at)
+        self.messages.append({"role": "tool", "tool_call_id": call, "content": content})
+
     def _add_agent_message(self, item: Item, at: str) -> None:
         """Add what another agent of the client's wrote, as a message of the user that names both agents."""
-        parts = item.get("content")
-        read = [part for part in parts if not _is_encrypted(part)] if isinstance(parts, list) else parts
-        text = joined_text(read, f"{at}.content")
-        if isinstance(parts, list) and read != parts:
-            text += "\n[part of the message is encrypted]" if text else "[the message is encrypted]"
+        text = joined_text(item.get("content"), f"{at}.content")
         author, recipient = (item.get(name) or "agent" for name in ("author", "recipient"))
         self.messages.append({"role": "user", "content": f"Message from {author} to {recipient}:\n{text}"})
 
@@ -233,16 +253,6 @@ def flat_name(namespace: str, name: str) -> str:
     return f"{namespace}__{name}"
 
 
-def _is_encrypted(part: object) -> bool:
-    return isinstance(part, dict) and part.get("type") == "encrypted_content"
-
-
-def _search_id(item: Item) -> str:
-    """The id of a search for tools. One that a provider ran has none."""
-    call = item.get("call_id")
-    return call if isinstance(call, str) else _TOOL_SEARCH
-
-
 def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
@@ -306,6 +316,11 @@ def _part(part: object, at: str) -> Item:
         return {"type": "text", "text": text_field(part, "text", at)}
     if kind == "input_image":
         return _image(part, at)
+    if kind == "encrypted_content":
+        text = text_field(part, kind, at)
+        return {"type": "text", "text": _ENCRYPTED if _CIPHERTEXT.fullmatch(text) else text}
+    if kind == "input_audio" and isinstance(part.get("audio_url"), str):
+        return {"type": "audio_url", "audio_url": {"url": part["audio_url"]}}
     if kind == "input_audio" and isinstance(part.get("input_audio"), dict):
         return {"type": "input_audio", "input_audio": part["input_audio"]}
     raise BadRequest.of(

@@ -1,7 +1,7 @@
 """The fields of a request, as the fields of a chat completion."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,8 @@ from tokenproxy.base.fields import decode, parse, raw, raw_value
 from tokenproxy.base.types import Fields
 from tokenproxy.formats.responses.items import (
     CUSTOM_INPUT,
+    SETTINGS,
+    TOOLS,
     TRIGGER,
     Item,
     as_input,
@@ -179,7 +181,10 @@ def read_request(body: bytes, *, compact: bool = False) -> ResponsesRequest:
     stream = bool(asked.stream) and not compact
     if items and item_kind(items[-1], "input") == TRIGGER:
         items, compact = items[:-1], True
-    return ResponsesRequest(fields, asked, items, tools_of(asked.tools or []), compact, stream)
+    tools = [(f"tools[{index}]", tool) for index, tool in enumerate(asked.tools or [])]
+    for at, item in _items_of(TOOLS, items):
+        tools += [(f"{at}.tools[{index}]", tool) for index, tool in enumerate(_list(item, "tools", at))]
+    return ResponsesRequest(fields, asked, items, tools_of(tools), compact, stream)
 
 
 def chat_fields(request: ResponsesRequest) -> Fields:
@@ -200,6 +205,11 @@ def chat_fields(request: ResponsesRequest) -> Fields:
     if request.logprobs:
         values |= {"logprobs": True, "top_logprobs": asked.top_logprobs}
     values["reasoning_effort"] = asked.reasoning.effort if asked.reasoning else None
+    for at, item in _items_of(SETTINGS, request.input):
+        settings = item.get("reasoning")
+        if not isinstance(settings, dict):
+            raise BadRequest.of(f"{at}.reasoning", "must be an object")
+        values["reasoning_effort"] = text_field(settings, "effort", f"{at}.reasoning")
     if asked.text is not None and not request.compact:
         values["response_format"] = _response_format(asked.text.format)
     choice = choice_of(asked.tool_choice, request.tools)
@@ -208,6 +218,13 @@ def chat_fields(request: ResponsesRequest) -> Fields:
         # the tools stay, so that the prompt continues the conversation
         values["tool_choice"] = "none" if request.compact else choice
     return fields | {name: raw(value) for name, value in values.items() if value is not None}
+
+
+def _items_of(kind: str, items: list[Item]) -> Iterator[tuple[str, Item]]:
+    """The items of one type, each with its path in the request."""
+    for index, item in enumerate(items):
+        if item.get("type") == kind:
+            yield f"input[{index}]", item
 
 
 def _response_format(form: _Format | None) -> Item | None:
@@ -247,8 +264,11 @@ def unwrapped_input(arguments: str) -> str:
     return encodable(text) if isinstance(text, str) else arguments
 
 
-def tools_of(tools: list[Any]) -> Tools:
+def tools_of(tools: list[tuple[str, Any]]) -> Tools:
     """The tools of a request.
+
+    Args:
+        tools: each with its path in the request.
 
     Raises:
         BadRequest: a tool cannot be read, or is of a type without which its client cannot work as it expects.
@@ -256,8 +276,7 @@ def tools_of(tools: list[Any]) -> Tools:
     functions: list[Item] = []
     custom: set[str] = set()
     spaces: dict[str, tuple[str, str]] = {}
-    for index, tool in enumerate(tools):
-        at = f"tools[{index}]"
+    for at, tool in tools:
         kind = kind_of(tool, at)
         if kind == "function":
             functions.append(_function(tool, text_field(tool, "name", at)))

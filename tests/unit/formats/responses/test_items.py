@@ -44,6 +44,8 @@ def _tool(call: str, content: Any = "ok") -> Item:
     return {"role": "tool", "tool_call_id": call, "content": content}
 
 
+_ENCRYPTED = {"type": "encrypted_content", "encrypted_content": "gAAAAABo-x_1="}
+_PLAIN = {"type": "encrypted_content", "encrypted_content": "Count the lines."}
 _CASES: dict[str, tuple[list[Item], list[Item]]] = {
     "a turn of all kinds": (
         [_reasoning("r"), _text("t"), _call("1"), _call("2"), _result("1"), _result("2")],
@@ -94,6 +96,51 @@ _CASES: dict[str, tuple[list[Item], list[Item]]] = {
         [_call("1", namespace="mcp")],
         [_assistant(tool_calls=[_chat_call("1", "mcp__f")])],
     ),
+    "a shell of the client's": (
+        [{"type": "local_shell_call", "call_id": "1", "action": {"command": ["ls"]}}, _result("1")],
+        [_assistant(tool_calls=[_chat_call("1", "local_shell", '{"command": ["ls"]}')]), _tool("1")],
+    ),
+    "what a provider ran": (
+        [
+            {"type": "web_search_call", "action": {"query": "q"}},
+            {"type": "image_generation_call"},
+            _text("a"),
+        ],
+        [
+            _assistant(
+                content="a",
+                tool_calls=[
+                    _chat_call("web_search", "web_search", '{"query": "q"}'),
+                    _chat_call("image_generation", "image_generation"),
+                ],
+            )
+        ],
+    ),
+    "an output without a call": (
+        [{"type": "function_call_output", "name": "notify", "output": "It is noon."}],
+        [{"role": "user", "content": "It is noon."}],
+    ),
+    "a result that is encrypted, and a sound": (
+        [_result("1", [_ENCRYPTED, {"type": "input_audio", "audio_url": "data:x"}])],
+        [
+            _tool(
+                "1",
+                [
+                    {"type": "text", "text": "[part of the message is encrypted]"},
+                    {"type": "audio_url", "audio_url": {"url": "data:x"}},
+                ],
+            )
+        ],
+    ),
+    "what Codex notes between messages": (
+        [
+            {"type": "additional_tools", "role": "developer", "tools": []},
+            {"type": "configuration_update", "reasoning": {"effort": "low"}},
+            {"type": "context_compaction"},
+            _text("a"),
+        ],
+        [_assistant(content="a")],
+    ),
 }
 
 
@@ -116,7 +163,7 @@ def _saying(role: str, **part: Any) -> list[Item]:
 @pytest.mark.parametrize(
     "value, param",
     [
-        ([{"type": "web_search_call", "id": "x"}], "input[0].type"),
+        ([{"type": "file_search_call", "id": "x"}], "input[0].type"),
         ([{"role": "critic", "content": "a"}], "input[0].role"),
         (_saying("user", type="input_file"), "input[0].content[0].type"),
         (_saying("user", type="input_image", file_id="f"), "input[0].content[0].image_url"),
@@ -130,9 +177,6 @@ def test_items_that_are_refused(value: Any, param: str) -> None:
     with pytest.raises(BadRequest) as refused:
         messages_of([], as_input(value), {})
     assert refused.value.param == param
-
-
-_ENCRYPTED = {"type": "encrypted_content", "encrypted_content": "x"}
 
 
 @pytest.mark.parametrize("call_id", ["call_1", None])
@@ -153,13 +197,10 @@ def test_a_search_for_tools_is_a_call_and_its_result(call_id: str | None) -> Non
     [
         ([{"type": "input_text", "text": "Done."}], "Done."),
         (
-            [
-                {"type": "input_text", "text": "Done."},
-                {"type": "encrypted_content", "encrypted_content": "x"},
-            ],
-            "Done.\n[part of the message is encrypted]",
+            [{"type": "input_text", "text": "Done. "}, _ENCRYPTED],
+            "Done. [part of the message is encrypted]",
         ),
-        ([_ENCRYPTED], "[the message is encrypted]"),
+        ([{"type": "input_text", "text": "Payload:\n"}, _PLAIN], "Payload:\nCount the lines."),
     ],
 )
 def test_a_message_of_an_agent_is_one_of_the_user(parts: list[Item], text: str) -> None:

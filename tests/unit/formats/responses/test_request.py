@@ -54,6 +54,21 @@ _FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "tool_choice": {"type": "function", "function": {"name": "mcp__f"}},
         },
     ),
+    "tools and effort among the items": (
+        {
+            "reasoning": {"effort": "low"},
+            "tools": [_F],
+            "input": [
+                {"type": "additional_tools", "role": "developer", "tools": [{**_F, "name": "g"}]},
+                {"role": "user", "content": "Hi"},
+                {"type": "configuration_update", "reasoning": {"effort": "high"}},
+            ],
+        },
+        {
+            "tools": [_CHAT_F, {"type": "function", "function": {**_CHAT_F["function"], "name": "g"}}],
+            "reasoning_effort": "high",
+        },
+    ),
     "tools that others run": (
         {"tools": [{"type": kind} for kind in ("web_search_preview_2025_03_11", "tool_search")]},
         {},
