@@ -75,6 +75,7 @@ def make_services(
             images,
             settings.thinking_policy,
             settings.echo_policy,
+            settings.processed_logprobs_required,
         ),
         WeightCalls(fleet, metrics),
         encoders,
