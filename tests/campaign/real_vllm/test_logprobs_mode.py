@@ -1,6 +1,5 @@
 """The logprobs mode of a stock vLLM that reports none, and what its log-probabilities leave out."""
 
-import math
 from pathlib import Path
 
 import httpx
@@ -20,8 +19,8 @@ def test_the_mode_of_a_stock_engine_is_measured(mode: str, model: Path, tmp_path
     ):
         [engine] = http.get("/ready").json()["engines"]
         assert (engine["logprobs_mode"], "warning" in engine) == (mode, mode != "processed_logprobs")
-        sums = []
-        for name, temperature in (("hot", 50.0), ("plain", 1.0)):
+        means = []
+        for name, temperature in (("cold", 0.01), ("plain", 1.0)):
             body = {"messages": _MESSAGES, "max_tokens": 8, "temperature": temperature, "seed": 1}
             headers = {"X-Session-ID": f"{mode}-{name}"}
             http.post("/v1/chat/completions", json=body, headers=headers).raise_for_status()
@@ -29,7 +28,6 @@ def test_the_mode_of_a_stock_engine_is_measured(mode: str, model: Path, tmp_path
             without = [] if mode == "processed_logprobs" or name == "plain" else ["temperature"]
             assert sample["turns"][0]["logprobs_without"] == without
             assert sample["logprobs_mode"] == ("" if mode == "unknown" else mode)
-            sums.append(sum(sample["logprobs"]) / len(sample["logprobs"]))
-        # at temperature 50 ids are sampled nearly evenly from 49,152
-        if mode != "unknown":
-            assert math.isclose(sums[0], -math.log(49_152), abs_tol=0.5) is (mode == "processed_logprobs")
+            means.append(sum(sample["logprobs"]) / len(sample["logprobs"]))
+        if mode != "unknown":  # at temperature 0.01 the most likely id is sampled nearly always
+            assert (means[0] > -0.01) is (mode == "processed_logprobs")

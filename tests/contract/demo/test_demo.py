@@ -52,8 +52,10 @@ def test_three_conversations(
     assert page == f"{str(client.base_url).rstrip('/')}/viewer"
     names = unquote(sessions).split("/-")[:3]
     names = [name.removeprefix("/") for name in names]
-    counts = [client.get(f"/v1/sessions/{name}").json()["turn_count"] for name in names]
-    assert counts == [len(SCRIPT)] * 3
+    shown = [client.get(f"/viewer/sessions/{name}").json() for name in names]
+    counts = [(each["session"]["turn_count"], each["session"]["summary"]["drifted"]) for each in shown]
+    assert counts == [(len(SCRIPT), 0), (len(SCRIPT), 0), (len(SCRIPT), count)]  # as the table
+    assert [turn["reason"] for turn in shown[2]["turns"]] == ["ids_given"] * len(SCRIPT)
 
     sent = [seen.json for seen in fake.seen("/v1/chat/completions")][-len(SCRIPT) :]
     assert [body["tool_choice"] for body in sent] == [
