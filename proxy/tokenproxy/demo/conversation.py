@@ -126,18 +126,15 @@ class TokenRoute:
             body = options | {"messages": new_messages}
         else:
             body = options | {"prompt_ids": self._ids, "append_messages": new_messages}
-        completion = self._send(body)
-        prompt_ids, completion_ids = ids_of(completion)
-        self._ids = prompt_ids + completion_ids
-        return completion
-
-    def _send(self, body: dict[str, Any]) -> ChatCompletion:
-        return self._client.post(
+        completion = self._client.post(
             "/chat/completions/tokens",
             body=body,
             cast_to=ChatCompletion,
             options={"headers": {"X-Session-ID": self.session}},
         )
+        prompt_ids, completion_ids = ids_of(completion)
+        self._ids = prompt_ids + completion_ids
+        return completion
 
 
 class ChatRoute:
@@ -155,7 +152,7 @@ class ChatRoute:
         """See `TokenRoute.next_turn`."""
         self._messages += new_messages
         response = self._client.chat.completions.with_raw_response.create(
-            messages=self._messages, extra_body={"return_token_ids": True}, **options
+            messages=self._messages, extra_body={"return_token_ids": True} | self.extra_fields(), **options
         )
         self.session = response.headers.get("x-session-id")
         completion: ChatCompletion = response.parse()
@@ -163,30 +160,31 @@ class ChatRoute:
         self._messages.append(cast(ChatCompletionMessageParam, assistant_message))
         return completion
 
+    def extra_fields(self) -> dict[str, Any]:
+        """Fields of the next request that the SDK has no argument for."""
+        return {}
 
-class StockRoute(TokenRoute):
+
+class StockRoute(ChatRoute):
     """The chat route of a stock server, which renders and tokenizes all messages again in every turn.
 
-    The program sends the ids that the server's `/tokenize` renders, as vLLM does. On the chat route the proxy
-    would find the recorded turn by its messages, and extend its ids.
+    Every turn sets another argument of the chat template, which the template does not use. So the proxy
+    cannot match the conversation and renders it, as vLLM does.
     """
 
     name = "stock chat route"
 
     def __init__(self, client: OpenAI) -> None:
         super().__init__(client)
-        self.session = f"demo-stock-{uuid4()}"
-        self._messages: Messages = []
+        self._session = f"demo-stock-{uuid4()}"
 
     def next_turn(self, new_messages: Messages, **options: Any) -> ChatCompletion:
         """See `TokenRoute.next_turn`."""
-        self._messages += new_messages
-        request = {"messages": self._messages, "tools": options["tools"]}
-        url = str(self._client.base_url.join("../tokenize"))
-        rendered = self._client.post(url, body=request, cast_to=dict[str, Any])
-        completion = self._send(options | request | {"prompt_ids": rendered["tokens"]})
-        self._messages.append(cast(ChatCompletionMessageParam, completion.choices[0].message.to_dict()))
-        return completion
+        return super().next_turn(new_messages, extra_headers={"X-Session-ID": self._session}, **options)
+
+    def extra_fields(self) -> dict[str, Any]:
+        """See `ChatRoute.extra_fields`."""
+        return {"chat_template_kwargs": {"demo_request": str(uuid4())}}
 
 
 def converse(
