@@ -131,6 +131,9 @@ class FakeVllm(FakeServer):
         self.names = ["tiny", "adapter"]
         self.rendered_fields: tuple[str, ...] = ()
         """Request fields that its rendering prints, as some of vLLM's renderers do."""
+        self.only_logprobs = {0: [-9.15, -2.67], 1: [-22.76, -2.67]}
+        """By id: its log-probability where only it may be sampled, and those of the most likely ids there.
+        These are raw ones of SmolLM2."""
         self.weight_versions: list[dict[str, Any]] | None = None
         """The spans that each choice reports if asked to, as vLLM 0.33 does; None for an earlier release."""
         self.healthy = True
@@ -309,6 +312,10 @@ class FakeVllm(FakeServer):
         for prompt in prompts:
             if (refusal := self._refusal(body, prompt, "prompt")) is not None:
                 return refusal
+        for token in body.get("allowed_token_ids", ()):
+            own, *top = self.only_logprobs[token]
+            logprobs = {"token_logprobs": [own], "top_logprobs": [dict(enumerate(top or [own]))]}
+            return web.json_response({"choices": [{"logprobs": logprobs}]})
         replies = [self._next_reply(prompt, body.get("max_tokens")) for prompt in prompts]
         formats = (completed_of, completed_chunks_of)
         return await self._send(request, body, replies[0], formats, prompts, replies)

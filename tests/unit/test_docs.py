@@ -92,6 +92,13 @@ def test_variables_of_opentelemetry() -> None:
     ) == set()
 
 
+@pytest.mark.parametrize(
+    "page", sorted((_ROOT / "docs" / "trainers").glob("*.md")), ids=lambda page: page.stem
+)
+def test_each_trainers_page_names_the_logprobs_mode(page: Path) -> None:
+    assert "--logprobs-mode processed_logprobs" in page.read_text()
+
+
 def test_python_in_the_pages_imports_public_names() -> None:
     for code in re.findall(r"```python\n(.*?)```", _TEXT, re.DOTALL):
         for node in ast.walk(ast.parse(code)):

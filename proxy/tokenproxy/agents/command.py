@@ -70,10 +70,15 @@ def run_command(options: argparse.Namespace) -> int:
         target = _target(options, client, name)
         target = replace(target, api_key=_save_session(options, client, name))
         before = _earlier(options, client, name) if options.session else None
-        variables = _variables(options.programs or _programs_of(command), target)
-        environment = _environment(_without_secrets(target.api_key) | variables)
+        options.programs = options.programs or _programs_of(command)
+        secrets_gone = _without_secrets(target.api_key)
+        environment = _environment(secrets_gone | _variables(options.programs, target))
         _say(f"session {name} of {target.url}, model {target.model}")
-        ended = _run(command, environment)
+        try:
+            ended = run_child(command, environment)
+        except OSError as error:
+            _say(f"{command[0]}: {error.strerror}")
+            return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
         _report(options, client, name, before, ended)
     return ended.code
 
@@ -201,15 +206,6 @@ def _new_name(command: Sequence[str]) -> str:
     return f"{letters[:40] or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
 
 
-def _run(command: Sequence[str], environment: dict[str, str]) -> Ended:
-    try:
-        return run_child(command, environment)
-    except OSError as error:
-        missing = isinstance(error, FileNotFoundError)
-        _say(f"{command[0]}: {error.strerror}")
-        return Ended(NOT_FOUND if missing else NOT_EXECUTABLE, 0.0)
-
-
 def _report(
     options: argparse.Namespace, client: Client, name: str, earlier: SessionInfo | None, ended: Ended
 ) -> None:
@@ -236,7 +232,8 @@ def _report(
         if not refusals:
             _say(
                 "nothing was recorded: the command sent no request to the proxy, or none that succeeded. "
-                "`tokenproxy env openai` shows what it should read; the proxy's log shows what it sent"
+                f"`tokenproxy env {'|'.join(options.programs)}` shows what it should read; the proxy's log "
+                "shows what it sent"
             )
     elif reward is None:
         _say(f'set a reward: POST {options.url}/v1/sessions/{name}/reward {{"reward": 1.0}}')
@@ -258,9 +255,8 @@ def _table(
     words = [f"{sampled} ids sampled"]
     words += [f"{new} turns are new"] if new != len(turns) else []
     words += [f"{aborted} aborted"] if aborted else []
-    # rendered although they are no first turns
     rendered = Counter(
-        turn["reason"] for turn in turns if not turn["parent"] and turn["reason"] not in (None, "first_turn")
+        turn["reason"] for turn in turns if not turn["parent"] and _continues(turn["messages"])
     )
     children = Counter(turn["parent"] for turn in turns if turn["parent"])
     extended, again = children.total(), rendered.total()
@@ -280,6 +276,11 @@ def _table(
     if reward is not None:
         lines.append(("reward", f"{reward:g}", "from the exit code"))
     return "\n".join(f"  {name:<10} {value:>8}  {text}".rstrip() for name, value, text in lines)
+
+
+def _continues(messages: Sequence[Any]) -> bool:
+    """Whether the messages of a prompt hold an assistant's: without one it begins a conversation."""
+    return any(isinstance(each, dict) and each.get("role") == "assistant" for each in messages)
 
 
 def _counts(counter: Counter[str]) -> str:

@@ -76,6 +76,7 @@ def make_services(
             images,
             settings.thinking_policy,
             settings.echo_policy,
+            settings.processed_logprobs_required,
         ),
         WeightCalls(fleet, metrics),
         encoders,

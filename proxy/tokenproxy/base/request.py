@@ -78,6 +78,10 @@ class EchoPolicy(StrEnum):
     """Only what needs no reason is no edit."""
 
 
+PROCESSED_LOGPROBS = "processed_logprobs"
+"""vLLM's `--logprobs-mode` whose log-probabilities are those of the distribution that was sampled from."""
+
+
 class EngineRoute(StrEnum):
     """The engine's route that serves a request; its fields and its response have the format of this route."""
 

@@ -18,6 +18,7 @@ from tokenproxy.demo.checkpoint import default_cache_dir, ensure_checkpoint
 from tokenproxy.demo.conversation import ChatRoute, Conversation, StockRoute, TokenRoute, Turn, converse
 from tokenproxy.demo.progress import progress
 from tokenproxy.demo.stack import MODEL_NAME, EngineProcess
+from tokenproxy.record.vocabulary import Reason
 from tokenproxy.viewer.page import single_file
 from tokenproxy.viewer.served import ViewError, page_from_server
 
@@ -60,7 +61,7 @@ def run_demo(options: argparse.Namespace) -> int:
                     raise DemoError(
                         "--serve starts a server, --url uses a running one: pass only one of them"
                     )
-                return _compare(options.url.rstrip("/").removesuffix("/v1"), keeps_running=True)
+                return _compare(options.url.rstrip("/").removesuffix("/v1"))
             with EngineProcess(
                 ensure_checkpoint(),
                 host=options.host,
@@ -71,7 +72,7 @@ def run_demo(options: argparse.Namespace) -> int:
                 engine.wait_ready()
                 if options.serve:
                     return _serve(engine)
-                return _compare(engine.url, keeps_running=False)
+                return _compare(engine.url)
     except DemoError as error:
         progress(f"tokenproxy demo: {error}")
         if isinstance(error, EngineStartError) and options.log is None:
@@ -82,11 +83,8 @@ def run_demo(options: argparse.Namespace) -> int:
         return 130
 
 
-def _compare(url: str, *, keeps_running: bool) -> int:
+def _compare(url: str) -> int:
     """Hold the conversations and print the table.
-
-    Args:
-        keeps_running: whether the server runs on after the demo.
 
     Raises:
         ConversationError: the server does not respond, or does not have the routes.
@@ -103,7 +101,7 @@ def _compare(url: str, *, keeps_running: bool) -> int:
     print(summary(tokens))
     progress(f"the three conversations took {time.monotonic() - started:.0f} s")
     sessions = [found.session for found in (tokens, chat, stock) if found.session is not None]
-    _show_rollouts(url, key, sessions, keeps_running)
+    _show_rollouts(url, key, sessions)
     return _EXACT if all(result.exact == result.follow_ups for result in (tokens, chat)) else _BROKEN
 
 
@@ -147,12 +145,12 @@ def _cells(values: Sequence[object]) -> str:
     return "".join(f"{value!s:>{width}}" for value, (_, width) in zip(values, _SIDE, strict=True))
 
 
-def _show_rollouts(url: str, key: str, sessions: Sequence[str], keeps_running: bool) -> None:
+def _show_rollouts(url: str, key: str, sessions: Sequence[str]) -> None:
     """Print where to look at the conversations side by side."""
     if not sessions:
         return
     try:
-        page = f"{url}/viewer" if keeps_running else _write_page(url, key, sessions)
+        page = _write_page(url, key, sessions)
     except (ViewError, OSError) as error:
         progress(f"the rollouts cannot be shown: {error}")
         return
@@ -167,9 +165,13 @@ def _write_page(url: str, key: str, sessions: Sequence[str]) -> str:
         ViewError: the server does not show them.
         OSError: the file cannot be written.
     """
+    page = page_from_server(url, key, sessions)
+    for turn in (turn for tree in page.trees.values() for turn in tree["turns"]):
+        if turn["reason"] == Reason.TEMPLATE_KWARGS_CHANGED:
+            turn["reason"] = None  # how `StockRoute` gets a rendering; a stock server has no reasons
     file = default_cache_dir() / "demo-rollouts.html"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(single_file(page_from_server(url, key, sessions)))
+    file.write_text(single_file(page))
     return file.resolve().as_uri()
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from tokenproxy.base.errors import ApiError, EngineBroken, EngineUnavailable, Unsupported
 from tokenproxy.base.http import Request
+from tokenproxy.base.request import PROCESSED_LOGPROBS, EngineRoute
 from tokenproxy.engine.derender import DERENDER_PATH, GENERATE_PATH
 from tokenproxy.engine.images import EngineImages, find_images
 from tokenproxy.engine.protocol import Engine, examine, fetch
@@ -49,6 +50,26 @@ class CredentialRequired(EngineUnavailable):
     """The engine refuses discovery requests without an accepted API key."""
 
 
+_LOGPROBS_WARNING = (
+    "its logprobs mode is {}: unless a turn is sampled at temperature 1 without top_p, top_k, min_p, "
+    "penalties and logit_bias, its log-probabilities {} those of the distribution that it was sampled "
+    "from: start vLLM with --logprobs-mode processed_logprobs"
+)
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+
+
+class _Choice(msgspec.Struct):
+    logprobs: _Logprobs
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """The model an engine serves, as `/v1/models` lists it."""
@@ -83,6 +104,15 @@ class Capabilities:
     """Whether its choices tell on request which weights sampled each id, as those of vLLM from 0.33 on do."""
     parses_ids: bool = False
     """Whether its render, generate and derender routes are on: it then parses any ids as an answer."""
+
+    @property
+    def logprobs_warning(self) -> str:
+        """What is wrong with its log-probabilities for training, and what to do; empty if nothing is."""
+        if self.logprobs_mode == PROCESSED_LOGPROBS:
+            return ""
+        return _LOGPROBS_WARNING.format(
+            self.logprobs_mode or "unknown", "are not" if self.logprobs_mode else "may not be"
+        )
 
     def require_token_in(self) -> TokenIn:
         """How to send the engine an exact prompt.
@@ -217,12 +247,33 @@ def _tells_weight_versions(completion: dict[str, object]) -> bool:
 
 
 async def _logprobs_mode(engine: Engine) -> str:
-    """The engine's `--logprobs-mode`; empty unless it runs with VLLM_SERVER_DEV_MODE=1, which exposes it."""
+    """The engine's `--logprobs-mode`; empty if it can be neither asked nor measured.
+
+    With VLLM_SERVER_DEV_MODE=1 vLLM reports it. Otherwise two ids are sampled after the same prompt, each as
+    the only one that is allowed. Both processed log-probabilities are then 0. Raw ones are the model's own,
+    and no model gives two ids the probability 1. Values above 0 are logits: their mode is left unknown.
+    """
     status, body = await examine(engine, Request("GET", "/server_info?config_format=json"))
     config = _json(body).get("vllm_config") if status == 200 else None
     model = config.get("model_config") if isinstance(config, dict) else None
     mode = model.get("logprobs_mode") if isinstance(model, dict) else None
-    return mode if isinstance(mode, str) else ""
+    if isinstance(mode, str):
+        return mode
+    values = [await _only_logprobs(engine, token) for token in (0, 1)]
+    if not all(values) or max(map(max, values)) > 0:
+        return ""
+    return "raw_logprobs" if any(map(any, values)) else PROCESSED_LOGPROBS
+
+
+async def _only_logprobs(engine: Engine, token: int) -> list[float]:
+    """The log-probabilities of an id that alone may be sampled, and of the most likely id there."""
+    fields = {"prompt": _PROBE_IDS, "max_tokens": 1, "logprobs": 1, "allowed_token_ids": [token]}
+    status, body = await examine(engine, json_request(EngineRoute.COMPLETIONS, fields))
+    try:
+        logprobs = msgspec.json.decode(body, type=_Completion).choices[0].logprobs
+        return [*logprobs.token_logprobs, *logprobs.top_logprobs[0].values()] if status == 200 else []
+    except (msgspec.DecodeError, UnicodeDecodeError, IndexError):
+        return []
 
 
 async def _kv_cache(engine: Engine) -> tuple[int, int]:

@@ -381,9 +381,14 @@ def _report(replica: Replica) -> dict[str, Any]:
         "version": capabilities.version,
         "model": capabilities.model.name if capabilities.model else None,
         "token_in": capabilities.token_in.name if capabilities.token_in else None,
+        "logprobs_mode": capabilities.logprobs_mode or "unknown",
         "breaker": breaker.state,
     }
-    optional = {"weight_version": replica.weight_version, "problem": problem or None}
+    optional = {
+        "weight_version": replica.weight_version,
+        "problem": problem or None,
+        "warning": capabilities.logprobs_warning or None,
+    }
     facts |= {name: value for name, value in optional.items() if value is not None}
     if tokenizer is None:
         return facts | {"append": str(replica.tokenizer_problem)}

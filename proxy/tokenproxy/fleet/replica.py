@@ -74,7 +74,7 @@ class Replica:
 
         Args:
             metrics: where its state is reported.
-            logprobs_mode: the engine's, if the settings name it; otherwise discovery reads it.
+            logprobs_mode: the engine's, where its process knows it; otherwise discovery finds it.
             retry_s: seconds until the next check while it is not ready, or after a missed check.
             clock: the time that the event loop's own waits follow.
         """
@@ -325,12 +325,14 @@ class Replica:
             log.exception("discovering what %s supports failed", self.name)
             self.problem = f"{self.name}: {type(error).__name__}: {error}"
         else:
-            mode = capabilities.logprobs_mode or self._logprobs_mode
+            mode = self._logprobs_mode or capabilities.logprobs_mode
             capabilities = replace(capabilities, logprobs_mode=mode)
             name = capabilities.model.name if capabilities.model else "unknown"
             log.info("%s responds: vLLM %s, model %s", self.name, capabilities.version, name)
             if capabilities.token_in is None:
                 log.warning("%s: %s", self.name, NO_TOKEN_IN)
+            if capabilities.logprobs_warning:
+                log.warning("%s: %s", self.name, capabilities.logprobs_warning)
             await self.fleet.weights.greet(self)  # it may have been restarted with other weights
             self.capabilities = capabilities
             self.cache = CacheUse(*capabilities.cache)

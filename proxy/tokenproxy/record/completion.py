@@ -7,14 +7,32 @@ padded.
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
 
+from tokenproxy.base.fields import raw_value, read
+from tokenproxy.base.request import PROCESSED_LOGPROBS, ChatRequest, EngineRoute
+from tokenproxy.base.types import Fields
 from tokenproxy.record.turn import Alternatives, Segment, WeightSpan
 from tokenproxy.record.vocabulary import BROKEN_OFF, Problem
+
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "temperature": (1,),  # the default may be that of the model's generation_config.json
+    "top_p": (None, 1),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "logit_bias": (None, {}),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None, []),
+    "min_tokens": (None, 0),
+}
+"""Sampling parameters that raw log-probabilities leave out, with the values that change no distribution."""
 
 
 @dataclass(slots=True)
@@ -113,6 +131,21 @@ class Completion:
             for part in parts.values():
                 part.completion_tokens = part.sampled + surplus
         return parts
+
+
+def logprobs_without(request: ChatRequest, mode: str) -> tuple[str, ...]:
+    """See `Turn.logprobs_without`; `mode` is the server's `--logprobs-mode`."""
+    if mode == PROCESSED_LOGPROBS:
+        return ()
+    sampling: Mapping[str, msgspec.Raw] = request.fields
+    if request.engine_route is EngineRoute.GENERATE:
+        sampling = read(sampling, "sampling_params", Fields) or {}
+    decode = msgspec.json.decode
+    return tuple(
+        name
+        for name, neutral in _NEUTRAL.items()
+        if decode(raw_value(sampling, name) or b"null") not in neutral
+    )
 
 
 def untrainable_reason(

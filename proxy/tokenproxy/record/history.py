@@ -44,8 +44,10 @@ class History:
         images: ImageLoader | None = None,
         thinking_policy: ThinkingPolicy = ThinkingPolicy.KEEP,
         echo_policy: EchoPolicy = EchoPolicy.LENIENT,
+        processed_logprobs_required: bool = False,
     ) -> None:
-        """`overflow`, `finish_after_s` and the policies are the settings of these names."""
+        """The arguments from `overflow` on, but `images`, are the settings of these names."""
+        self.processed_logprobs_required = processed_logprobs_required
         self.auditor = auditor
         self.store = store
         self.encoders = encoders

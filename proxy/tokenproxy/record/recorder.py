@@ -20,7 +20,13 @@ from tokenproxy.base.request import EngineRoute
 from tokenproxy.monitoring.exchange import running_exchange, span
 from tokenproxy.record.cache import CachedTurn, cached_turn, hash_ids
 from tokenproxy.record.claims import Claims
-from tokenproxy.record.completion import UNCHANGED, Completion, SampledChoice, untrainable_reason
+from tokenproxy.record.completion import (
+    UNCHANGED,
+    Completion,
+    SampledChoice,
+    logprobs_without,
+    untrainable_reason,
+)
 from tokenproxy.record.echo import other_forms
 from tokenproxy.record.encoders import WORTH_A_THREAD_BYTES
 from tokenproxy.record.identity import Conversation, ids_entries, text_entries
@@ -150,7 +156,10 @@ class Recording:
         if plan.session.id in self.dropped:
             log.info("a turn of %s is not recorded: its session was deleted", plan.session.id)
             return
-        make = partial(new_turns, plan, completion, holder, self.replica)
+        required = history.processed_logprobs_required
+        make = partial(
+            new_turns, plan, completion, holder, self.replica, processed_logprobs_required=required
+        )
         size = len(completion.prompt_ids or b"") + 8 * completion.sampled
         if parent is not None and completion.prompt_ids == plan.prompt:
             size -= parent.size  # ids of the parent are only copied
@@ -190,19 +199,27 @@ def _tell_trace(turns: list[NewTurn], sampled: int) -> None:
 
 
 def new_turns(
-    plan: PromptPlan, completion: Completion, holder: Turn | None, replica: str = ""
+    plan: PromptPlan,
+    completion: Completion,
+    holder: Turn | None,
+    replica: str = "",
+    *,
+    processed_logprobs_required: bool = False,
 ) -> list[NewTurn]:
     """The turns of a completion. A choice without sampled ids gives none.
 
     Args:
         holder: the turn of the same request that already holds the prompt; None if there is none yet.
         replica: name of the replica that served the request.
+        processed_logprobs_required: the setting.
     """
     turns: list[NewTurn] = []
     request, conversation = plan.request, plan.conversation
     assert conversation is not None  # the caller looked
     if request.engine_route is EngineRoute.GENERATE and completion.prompt_ids is None:
         completion.prompt_ids = plan.prompt or None  # up to vLLM 0.29 it returns none; it takes only ids
+    without = logprobs_without(request, plan.logprobs_mode)
+    refused = Problem.LOGPROBS_NOT_PROCESSED if without and processed_logprobs_required else ""
     of_request = {
         "rollout": plan.session.id,
         "request": plan.turn_id,
@@ -214,6 +231,8 @@ def new_turns(
         "temperature": request.temperature,
         "off_policy": request.off_policy,
         "logprobs_mode": plan.logprobs_mode,
+        "logprobs_without": without,
+        "problem": refused,
         **origin_of(request.headers)._asdict(),
         "requested_model": request.requested_model,
         "scope": plan.scope.parts,
@@ -270,7 +289,6 @@ def _new_turn(
         alternatives=pack_alternatives(choice.alternatives) if 0 < len(choice.alternatives) == count else b"",
         prompt_tokens=len(appended) // 4 + (parent.count if parent else 0),
         **{name: getattr(choice, name) for name in UNCHANGED},
-        problem=problem or "",
         routed_experts_start=request.routed_experts_start if choice.routed_experts else 0,
         sampling_mask=_pack_mask(choice.sampling_mask, count),
         spelling_before=history.strict_before(len(history.messages)),
@@ -278,7 +296,7 @@ def _new_turn(
         reasonings=(*history.reasonings(first), own.reasoning if own else b""),
         calls=own.arguments if own and own.cut_off else (),
         ids_digest=hasher.digest(),
-        **of_request,
+        **{**of_request, **({"problem": problem} if problem else {})},
     )
     # a turn without exact ids is found too, to report that, and never equals another turn
     found_ids = turn.ids_digest if sampled and prompt else turn.id.encode()

@@ -132,6 +132,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The sampling parameters in which its request differed from the session's `SamplingPolicy`."""
     logprobs_mode: str = ""
     """The server's `--logprobs-mode`; empty if unknown."""
+    logprobs_without: tuple[str, ...] = ()
+    """The sampling parameters that `logprobs` leave out because of that mode, or may if it is unknown."""
     problem: str = ""
     """A `Problem` that makes the turn untrainable; empty if it can be trained on."""
     weight_versions: tuple[WeightSpan, ...] = ()

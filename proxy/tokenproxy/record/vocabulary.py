@@ -113,6 +113,11 @@ class Problem(_Explained):
     PROMPT_MISMATCH = "prompt_mismatch", "the engine used another prompt than the one sent to it"
     MEDIA = "media", "the prompt holds media other than images with exact ids"
     LOGPROBS_NOT_FINITE = "logprobs_not_finite", "a log-probability is infinite or not a number"
+    LOGPROBS_NOT_PROCESSED = (
+        "logprobs_not_processed",
+        "`processed_logprobs_required` is set, and the log-probabilities leave out the temperature or other "
+        "sampling parameters, or may: start vLLM with --logprobs-mode processed_logprobs",
+    )
     UNREADABLE_EVIDENCE = (
         "unreadable_evidence",
         "the engine returned ids or log-probabilities of an unknown shape",

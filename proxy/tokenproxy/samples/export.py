@@ -119,6 +119,8 @@ class Report:
     """Samples without a reward."""
     refused: Counter[str] = field(default_factory=Counter)
     """Number of leaves that gave no sample, by `Problem`."""
+    logprobs_without: Counter[str] = field(default_factory=Counter)
+    """Number of samples with the same `logprobs_without` of trained turns, by these words."""
 
     def add(self, samples: Sequence[Sample], refused: Sequence[Refused]) -> None:
         """Count the samples of a rollout that holds turns, and its refused leaves."""
@@ -126,6 +128,9 @@ class Report:
         self.samples += len(samples)
         self.trained_ids += sum(sum(sample.loss_mask) for sample in samples)
         self.unrewarded += sum(sample.reward is None for sample in samples)
+        for sample in samples:
+            without = {name: 0 for turn in sample.turns if turn.trained for name in turn.logprobs_without}
+            self.logprobs_without.update([", ".join(without)] if without else ())
         self.refused.update(leaf.reason for leaf in refused)
 
 
@@ -214,6 +219,14 @@ def table(report: Report, out: str) -> str:
     ]
     if report.unrewarded:
         lines.append(("  no reward", report.unrewarded, "these samples have no reward"))
+    lines += [
+        (
+            "  logprobs",
+            count,
+            f"without {names}, or maybe: start vLLM with --logprobs-mode processed_logprobs",
+        )
+        for names, count in report.logprobs_without.most_common()
+    ]
     lines.append(("refused", report.refused.total(), ""))
     lines += [
         (f"  {reason}", count, _MEANINGS.get(reason, "")) for reason, count in report.refused.most_common()

@@ -83,6 +83,8 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     """Index of what it sampled in the sample's `messages`; None if these cannot be read."""
     logprobs_mode: str = ""
     """The server's `--logprobs-mode`; empty if unknown."""
+    logprobs_without: tuple[str, ...] = ()
+    """As `Turn.logprobs_without`."""
     weight_versions: list[WeightSpan]
     """[version, start, end] in coordinates of `completion_ids`."""
     weights_uncertain: bool = False
@@ -109,7 +111,7 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
 
 UNCHANGED = (
     *("source", "reason", "finish_reason", "stop_reason", "temperature", "logprobs_mode"),
-    *("weights_uncertain", "routed_experts", "routed_experts_start"),
+    *("logprobs_without", "weights_uncertain", "routed_experts", "routed_experts_start"),
     *("agent", "parent_agent", "requested_model", "began_anew", "off_policy"),
 )
 """The fields of a turn that its span holds as they are."""

@@ -293,6 +293,11 @@ class RecordingSettings(BaseModel):
         ge=0,
         description="seconds after its last use until /v1/samples has a session as finished; 0 for never",
     )
+    processed_logprobs_required: bool = Field(
+        default=False,
+        description="turns whose log-probabilities leave out the temperature or other sampling parameters, "
+        "or may, give no samples; those of vLLM with --logprobs-mode processed_logprobs leave out none",
+    )
     cache_bytes: Annotated[
         int | None, Flag(default="an eighth of the machine's memory, shared by the workers; at most 1 GiB")
     ] = Field(

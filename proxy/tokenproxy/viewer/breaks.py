@@ -47,7 +47,7 @@ def breaks_of(turns: Sequence[Turn]) -> dict[str, Break]:
         found = max(comparable, key=lambda each: (each.equal, each.turn), default=None)
         if found is None:
             continue
-        if _answers(turn) or found.equal > by_id[found.turn].prompt_tokens:
+        if answers(turn) or found.equal > by_id[found.turn].prompt_tokens:
             breaks[turn.id] = found
     return breaks
 
@@ -60,8 +60,8 @@ def _candidates(in_order: Sequence[Turn], position: int) -> list[Turn]:
     return [each for each in latest if each.completion]
 
 
-def _answers(turn: Turn) -> bool:
-    """Whether the messages of a turn hold an assistant's."""
+def answers(turn: Turn) -> bool:
+    """Whether the messages of a turn hold an assistant's, so that they continue a conversation."""
     if b"assistant" not in turn.messages:  # most need not be parsed
         return False
     messages = parsed(turn.messages, list) or []

@@ -14,7 +14,7 @@ from tokenproxy.record.store import Session, Store
 from tokenproxy.record.turn import Turn
 from tokenproxy.record.vocabulary import Reason, Source
 from tokenproxy.samples.tree import parsed
-from tokenproxy.viewer.breaks import Break, breaks_of
+from tokenproxy.viewer.breaks import Break, answers, breaks_of
 
 READ_BYTES = 32 * 2**20
 """Of turns, as the store keeps them, that one request reads to summarise rollouts."""
@@ -23,8 +23,6 @@ _KEPT = 20_000
 _AT_ONCE = 1000
 """Kept summaries that are looked up before other requests have their turn."""
 _CHARACTERS = 240
-_BEGINNINGS = (Reason.FIRST_TURN, Reason.NO_MATCH, Reason.TEXT_PROMPT)
-"""Reasons of prompts that continue nothing recorded, unless `breaks_of` finds an earlier turn."""
 _NO_TEXT = ("role", "type", "id", "tool_call_id")
 """Keys of a message whose values nobody searches for."""
 
@@ -103,7 +101,9 @@ class Summaries:
 def _drifted(turn: Turn, found: Break | None) -> bool:
     if found is not None:
         return found.equal < found.total
-    return turn.parent is None and turn.source == Source.RENDERED and turn.reason not in _BEGINNINGS
+    rendered = turn.parent is None and turn.source == Source.RENDERED
+    # without an earlier turn to compare with, what was continued is not recorded here
+    return rendered and turn.reason not in (Reason.NO_MATCH, Reason.NO_IDS) and answers(turn)
 
 
 def _line(message: Mapping[str, Any]) -> str:

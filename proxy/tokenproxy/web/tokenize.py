@@ -95,7 +95,7 @@ async def _append(request: ChatRequest, services: Services) -> Response:
     ids, fields, fleet, name = request.given, request.fields, services.fleet, request.model
     assert ids is not None  # checked by the caller
     if name is not None and not await fleet.ask(lambda replica: replica.serves(name)):
-        raise NotFound(f"The model `{name}` does not exist.", param="model", code="model_not_found")
+        raise NotFound(f"The model `{name}` does not exist.", param="model")
     fleet_model = await fleet.served_model()
     tokenizer = fleet_model.require_tokenizer()
     model = served_model(fleet_model, request, services)

@@ -13,6 +13,7 @@ from tokenproxy.base.errors import BadRequest, Forbidden, NotFound
 from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response, json_response
 from tokenproxy.base.types import Headers
 from tokenproxy.record.identity import recorded_with
+from tokenproxy.record.session_rules import read_refusals
 from tokenproxy.record.store import Session
 from tokenproxy.record.turn import Turn
 from tokenproxy.samples.tree import TurnTree, path_of
@@ -152,9 +153,11 @@ class ViewerSession(ViewerDataRoute):
         page has seen, there are no turns if the session was not used since.
         """
         since = query.number("since", "-inf")
+        refusals = await read_refusals(services.store, found.session.id)
         return await asyncio.to_thread(
             lambda: json_response(
-                session_tree(found.session, found.turns, found.rewards, since), headers=_JSON_DATA
+                {**session_tree(found.session, found.turns, found.rewards, since), "refusals": refusals},
+                headers=_JSON_DATA,
             )
         )
 

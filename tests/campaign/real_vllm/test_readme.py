@@ -2,29 +2,20 @@
 
 import re
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 
 from tests.acceptance.conftest import Server
 from tests.campaign.real_vllm.conftest import only_inside
+from tests.support.snippets import OUR_ADDRESS, Snippet, programs
 from tokenproxy.demo.main import run_demo
 
-_ROOT = Path(__file__).parents[3]
-_PAGES = ("README", *(f"docs/{name}" for name in ("conversations", "messages", "responses", "routes")))
-_TEXT = "".join((_ROOT / f"{page}.md").read_text() for page in _PAGES)
-_BLOCKS = [
-    block for block in re.findall(r"```python\n(.*?)```", _TEXT, re.DOTALL) if "127.0.0.1:8100" in block
-]
+_PROGRAMS = [each for each in programs() if OUR_ADDRESS.search(each.code)]
 
 
-def test_there_are_examples() -> None:
-    assert len(_BLOCKS) == 7
-
-
-@pytest.mark.parametrize("block", _BLOCKS)
-def test_examples_run(server: Server, block: str) -> None:
-    exec(compile(block.replace("http://127.0.0.1:8100", server.url), "README.md", "exec"), {})
+@pytest.mark.parametrize("snippet", _PROGRAMS, ids=lambda each: each.name)
+def test_examples_run(server: Server, snippet: Snippet) -> None:
+    exec(compile(snippet.at(server.url), snippet.page, "exec"), {})
 
 
 @only_inside

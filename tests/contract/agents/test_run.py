@@ -33,6 +33,15 @@ for text in sys.argv[2:]:
 sys.exit(int(sys.argv[1]))
 """
 
+_HOLDER = """
+import httpx, os
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions/tokens"
+new = [{"role": "user", "content": "Hi, says a holder"}]
+first = httpx.post(url, json={"messages": new}).raise_for_status().json()
+ids = first["prompt_token_ids"] + first["choices"][0]["token_ids"]
+httpx.post(url, json={"prompt_ids": ids, "append_messages": new}).raise_for_status()
+"""
+
 
 @pytest.fixture(scope="module")
 def served(tiny_model: TinyModel) -> Iterator[tuple[FakeVllm, httpx.Client]]:
@@ -202,7 +211,32 @@ def test_errors_say_what_to_do(
 def test_commands_that_cannot_be_run(proxy: httpx.Client, capfd: Capture) -> None:
     for command, code in (("no-such-command", 127), ("/tmp", 126)):
         assert main(["run", "--", command]) == code
-        assert f"tokenproxy: {command}: " in capfd.readouterr().err
+        _, told = capfd.readouterr().err.splitlines()  # nothing ran, so nothing else is told
+        assert told.startswith(f"tokenproxy: {command}: ")
+
+
+def test_what_a_program_that_recorded_nothing_should_read(
+    proxy: httpx.Client, capfd: Capture, tmp_path: Path
+) -> None:
+    claude = tmp_path / "claude"
+    claude.symlink_to("/bin/true")
+    for arguments, programs in (
+        ([str(claude)], "claude"),
+        (["true"], "claude|codex|opencode|openai"),
+    ):
+        assert main(["run", "--", *arguments]) == 0
+        assert f"`tokenproxy env {programs}` shows what it should read" in capfd.readouterr().err
+
+
+def test_a_program_that_holds_the_ids(proxy: httpx.Client, capfd: Capture) -> None:
+    """Its first turn begins the conversation: it is no turn that was rendered in place of an extension."""
+    assert main(["run", "--", sys.executable, "-c", _HOLDER]) == 0
+    rows = _rows(capfd.readouterr().err)
+    assert (rows["exact"], rows["roots"]) == (
+        "1 of 1 that continue a conversation",
+        "1 conversations; 0 forks",
+    )
+    assert "rendered" not in rows
 
 
 def test_keys(

@@ -1,6 +1,7 @@
 """`tokenproxy demo` on a running server: the real proxy before the fake engine."""
 
 import json
+import re
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ def test_three_conversations(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     fake.usual = _drifting(tiny_model)
     assert _demo(client.base_url.join("v1/")) == 0
     printed = capsys.readouterr().out
@@ -49,11 +51,15 @@ def test_three_conversations(
     assert f"stock chat route: 0 of {count} follow-up turns exact (0%), {count} drifted" in printed
 
     page, _, sessions = printed.split()[-1].partition("#/compare/")
-    assert page == f"{str(client.base_url).rstrip('/')}/viewer"
     names = unquote(sessions).split("/-")[:3]
     names = [name.removeprefix("/") for name in names]
-    counts = [client.get(f"/v1/sessions/{name}").json()["turn_count"] for name in names]
-    assert counts == [len(SCRIPT)] * 3
+    html = Path(page.removeprefix("file://")).read_text()
+    [data] = re.findall(r'<script [^>]*type="application/json"[^>]*>(.*?)</script>', html, re.DOTALL)
+    trees = [json.loads(data)["trees"][name] for name in names]
+    counts = [(len(tree["turns"]), tree["session"]["summary"]["drifted"]) for tree in trees]
+    assert counts == [(len(SCRIPT), 0), (len(SCRIPT), 0), (len(SCRIPT), count)]  # as the table
+    reasons = [[turn["reason"] for turn in tree["turns"]] for tree in trees]
+    assert reasons == [[first, *[None] * count] for first in ("no_ids", "first_turn", "first_turn")]
 
     sent = [seen.json for seen in fake.seen("/v1/chat/completions")][-len(SCRIPT) :]
     assert [body["tool_choice"] for body in sent] == [
@@ -63,10 +69,6 @@ def test_three_conversations(
     assistant, *results = sent[1]["messages"][1:]
     assert [result["tool_call_id"] for result in results] == [each["id"] for each in assistant["tool_calls"]]
     assert [json.loads(result["content"]) for result in results] == [{"value": 6}] * 2
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    main._show_rollouts(str(client.base_url).rstrip("/"), "none", names, False)
-    assert f"file://{tmp_path}/tokenproxy/demo-rollouts.html#/compare/" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("drifting, code", [("token route", 1), ("chat route", 1), ("stock chat route", 0)])
@@ -91,7 +93,7 @@ def test_what_cannot_be_run(client: httpx.Client, fake: FakeVllm, capsys: Captur
         url = f"http://127.0.0.1:{port}"
         assert _demo(url) == 2
         assert f"no OpenAI server responds at {url}" in capsys.readouterr().err
-        main._show_rollouts(url, "none", ["s"], False)
+        main._show_rollouts(url, "none", ["s"])
         assert "the rollouts cannot be shown: no proxy responds" in capsys.readouterr().err
     assert _demo(fake.url) == 2
     assert "does not have the token route: start it with `tokenproxy vllm`" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from chat_tokenizer import ChatTokenizer
 from tests.contract.fleet.memory_engine import MemoryEngine, answers, ask, engines, fleet_of, gone, replica_of
 from tests.contract.fleet.replicas import Start, state_of
 from tests.support.fake_vision import FakeVision, picture
-from tests.support.fake_vllm import Canned, FakeVllm, Reply, Variant
+from tests.support.fake_vllm import FakeVllm, Reply, Variant
 from tests.support.stepped import elapse, settled, stepped
 from tests.support.talk import appended_after, sent_ids, user
 from tests.support.tiny_model import CHATML, SPLIT, TinyModel
@@ -58,8 +58,7 @@ def _prints_a_field(engine: FakeVllm) -> None:
 
 
 def _other_logprobs(engine: FakeVllm) -> None:
-    mode = b'{"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}}'
-    engine.canned["/server_info"] = Canned(mode, headers=_JSON)
+    engine.only_logprobs = {0: [0.0], 1: [0.0]}
 
 
 def _other_template(engine: FakeVllm) -> None:
@@ -74,7 +73,7 @@ def _other_template(engine: FakeVllm) -> None:
         (_shorter_context, "its context length is 2048, not 4096"),
         (_no_ids, "its route for prompt ids is none, not chat"),
         (_prints_a_field, "its list of rendered fields is tool_choice, not empty"),
-        (_other_logprobs, "its logprobs mode is processed_logprobs, not unknown"),
+        (_other_logprobs, "its logprobs mode is processed_logprobs, not raw_logprobs"),
         (_other_template, "it renders with another tokenizer or chat template"),
     ],
 )

@@ -47,6 +47,7 @@ _EVERYTHING = make_turn(
     temperature=0.7,
     off_policy=("top_p",),
     logprobs_mode="raw_logprobs",
+    logprobs_without=("temperature", "top_p"),
     replica="http://10.0.0.1:8000",
     problem="media",
     weight_versions=(WeightSpan("7", 0, 1), WeightSpan("8", 1, 2)),

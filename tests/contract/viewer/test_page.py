@@ -17,7 +17,8 @@ from tests.support.viewer.recordings import HOSTILE, RecordedProxy, write
 from tests.support.viewer.small_session import SMALL, SmallSession
 from tokenproxy.cli.key import add_key
 from tokenproxy.cli.main import main
-from tokenproxy.record.store import Store
+from tokenproxy.record.session_rules import count_refusal
+from tokenproxy.record.store import Session, Store
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser
@@ -320,3 +321,14 @@ async def test_one_file_shows_the_same_and_contacts_nobody(
         await page.goto(f"{out.as_uri()}#/s/{HOSTILE}")
         await page.wait_for_selector(".message")
         assert await page.evaluate("window.hostileRan") is None
+
+
+async def test_an_empty_session_tells_of_refused_requests(viewer: Viewer, recorded_store: Store) -> None:
+    await recorded_store.add(Session(id="refused", created=1.0))
+    await viewer.open("#/s/refused")
+    await viewer.page.wait_for_selector("text=This session has no turns yet.")
+    await count_refusal(recorded_store, "refused", 404, "The model `other` does not exist.")
+    await viewer.page.wait_for_selector(
+        "text=1 request refused, the last one: 404 The model `other` does not"
+    )
+    await recorded_store.delete("refused")

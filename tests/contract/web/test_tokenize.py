@@ -4,6 +4,7 @@ import httpx
 import pytest
 
 from tests.support.fake_vllm import MAX_MODEL_LEN, Canned, FakeVllm
+from tests.support.talk import CHAT
 from tests.support.tiny_model import END, VOCAB_SIZE, TinyModel
 
 _NEXT = [{"role": "user", "content": "And then?"}]
@@ -73,7 +74,8 @@ def test_the_model_is_checked_and_may_have_been_loaded_since(client: httpx.Clien
     models = ("tiny", "adapter", "new", "other")
     answers = [client.post("/tokenize", json={**_APPEND, "model": model}) for model in models]
     assert [answer.status_code for answer in answers] == [200, 200, 200, 404]
-    assert answers[-1].json()["error"]["code"] == "model_not_found"
+    refused = client.post(CHAT, json={"messages": _NEXT, "model": "other"})
+    assert refused.json()["error"] == answers[-1].json()["error"]
 
 
 def test_an_engine_that_refuses_or_answers_nonsense(client: httpx.Client, fake: FakeVllm) -> None:

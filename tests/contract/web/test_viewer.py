@@ -1,5 +1,6 @@
 """`/viewer`: the page, who gets it, and what it reads. `tests/contract/viewer` has the page in a browser."""
 
+import time
 from pathlib import Path
 
 import httpx
@@ -7,7 +8,7 @@ import pytest
 
 from tests.support.fake_vllm import FakeVllm
 from tests.support.talk import CHAT, user
-from tests.support.utils import run_proxy
+from tests.support.utils import run_proxy, wait_until
 from tokenproxy.cli.key import add_key
 from tokenproxy.cli.main import main
 from tokenproxy.viewer.page import FOLDER
@@ -74,3 +75,15 @@ def test_a_wrong_parameter_is_named(client: httpx.Client, fake: FakeVllm, name: 
     for path, param in paths.items():
         answer = client.get(f"/viewer/sessions{path}")
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), path
+
+
+def test_a_session_without_turns_shows_its_refusals(client: httpx.Client, name: str) -> None:
+    client.post("/v1/sessions", json={"id": name})
+    shown = client.get(f"/viewer/sessions/{name}").json()
+    assert (shown["turns"], shown["refusals"]["refusals"]) == ([], 0)
+    body = {"messages": [user("Hi")], "model": "other"}
+    for _ in range(2):
+        assert client.post(CHAT, json=body, headers={"x-session-id": name}).status_code == 404
+    wait_until(lambda: client.get(f"/viewer/sessions/{name}").json()["refusals"]["refusals"] == 2)
+    refusals = client.get(f"/viewer/sessions/{name}?used={time.time()}").json()["refusals"]
+    assert refusals["last_refusal"] == "404 The model `other` does not exist."

@@ -16,7 +16,7 @@ _OF_THE_SAMPLE = {"tools", "template_kwargs", "images", "messages", "message", "
 _IN_OTHER_WORDS = {"appended", "completion", "alternatives", "logprobs", "prompt_tokens", "completion_tokens"}
 """Ids and log-probabilities: a session has their numbers, a sample holds them joined."""
 _ONLY_OF_SPANS = {
-    *("logprobs_mode", "weight_versions", "weights_uncertain"),
+    *("logprobs_mode", "logprobs_without", "weight_versions", "weights_uncertain"),
     *("routed_experts", "routed_experts_start", "sampling_mask", "segments", "began_anew"),
 }
 _ONLY_OF_SESSIONS = {"parent", "request", "choice", "created", "cached_tokens"}

@@ -10,6 +10,7 @@ from tests.support.trees import child, root
 from tests.support.viewer.recordings import LIMITS
 from tokenproxy.record.store import Session
 from tokenproxy.record.turn import Turn, new_id
+from tokenproxy.record.vocabulary import Reason
 from tokenproxy.store.sqlite import SqliteStore
 from tokenproxy.viewer import summary
 from tokenproxy.viewer.folds import fold_table
@@ -47,19 +48,15 @@ def test_a_summary_is_one_line_of_each_end(message: object, last: str) -> None:
     assert summary_of([]) == Summary()
 
 
-@pytest.mark.parametrize(
-    "fields, drifts",
-    [
-        ({"reason": "history_edited"}, True),
-        ({"reason": "first_turn"}, False),
-        ({"reason": "no_match"}, False),
-        ({"reason": "text_prompt"}, False),
-        ({"reason": "ids_given", "source": "given"}, False),
-    ],
-)
-def test_a_prompt_that_is_rendered_anew_drifted(fields: dict[str, Any], drifts: bool) -> None:
-    found = summary_of([_turn("a"), _turn("b", **fields)])
+@pytest.mark.parametrize("reason", Reason)
+def test_a_prompt_that_is_rendered_anew_drifted_if_it_continues_something(reason: Reason) -> None:
+    """Nothing is known to compare with: whether a turn begins a conversation is read from its messages."""
+    continues = json.dumps([*_ASKED, {"role": "assistant", "content": "4"}]).encode()
+    assert summary_of([_turn("b", reason=reason)]).drifted == 0
+    drifts = reason not in ("no_match", "no_ids")  # nothing was recorded that they could continue
+    found = summary_of([_turn("b", reason=reason, messages=continues)])
     assert (found.drifted, found.drift) == ((1, "b") if drifts else (0, None))
+    assert summary_of([_turn("b", reason=reason, messages=continues, source="given")]).drifted == 0
 
 
 @pytest.mark.parametrize("prompt, drifts", [([1, 2, 9], True), ([1, 2, 3, 4], False)])

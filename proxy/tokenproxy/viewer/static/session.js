@@ -139,12 +139,13 @@ export class SessionView {
     }
   }
 
-  #isNew({ session, rewards, turns }) {
+  #isNew({ session, rewards, turns, refusals }) {
     const old = this.tree.data;
     return (
       session.used !== old.session.used ||
       session.reward !== old.session.reward ||
       JSON.stringify(rewards) !== JSON.stringify(old.rewards) ||
+      refusals?.refusals !== old.refusals?.refusals ||
       turns.some((turn) => !this.tree.byId.has(turn.id))
     );
   }
@@ -180,7 +181,7 @@ export class SessionView {
       : "";
     if (!this.turn) {
       this.rows.update(0);
-      show(this.panel, el("p", { class: "hint" }, "This session has no turns yet."));
+      show(this.panel, el("p", { class: "hint" }, whyEmpty(tree.data.refusals)));
       return;
     }
     this.path = tree.path(this.named ? tree.leaf(this.named) : longest);
@@ -316,4 +317,10 @@ export class SessionView {
     this.view = null;
     this.kind = null;
   }
+}
+
+/** Why a session has no turns; a page that is one file knows of no refusals. */
+function whyEmpty({ refusals = 0, last_refusal = "" } = {}) {
+  if (!refusals) return "This session has no turns yet.";
+  return `This session has no turns: ${plural(refusals, "request")} refused, the last one: ${last_refusal}`;
 }
