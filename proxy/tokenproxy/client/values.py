@@ -1,7 +1,7 @@
 """What a client takes and returns."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import msgspec
 
@@ -18,6 +18,8 @@ class SessionFields(TypedDict, total=False):
     """`turns`, `sampled_ids` and `seconds` after which the proxy ends the session's program."""
     policy: Mapping[str, Any] | None
     """Sampling parameters of all turns; with the `mode` `note` turns with others are only noted."""
+    exists: Literal["continue", "error"] | None
+    """What happens if the session exists: `continue` (the default) changes its description."""
 
 
 class SampleSelection(TypedDict, total=False):
