@@ -39,7 +39,9 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2", help="name that GET /v1/models lists (%(default)s)")
     parser.add_argument("--stream", action="store_true", help="request streams")
     parser.add_argument(
-        "--session", metavar="ID", help="use /sessions/ID/v1; at the end set a reward and count the samples"
+        "--session",
+        metavar="ID",
+        help="create the session ID and use it; at the end set a reward and count the samples",
     )
     options = parser.parse_args()
     root, session = options.url.rstrip("/"), quote(options.session or "", safe="")
@@ -48,6 +50,11 @@ def main() -> int:
         api_key=os.environ.get("OPENAI_API_KEY", "none"),
     )
     try:
+        if session:
+            new = {"id": options.session, "exists": "error", "metadata": {"program": "agent.py"}}
+            client.with_options(base_url=f"{root}/v1", max_retries=0).post(
+                "/sessions", body=new, cast_to=object
+            )
         converse(client, options.model, options.stream)
         if session:
             rewarded = client.with_options(base_url=f"{root}/v1/sessions/{session}")

@@ -19,7 +19,7 @@ from tokenproxy.client import Client, FeedRollout, NoResponse, ProxyError
 
 QUESTION = {"role": "user", "content": "Name a colour."}
 MORE = {"role": "user", "content": "And another one?"}
-ROW = "{:<14} {:>8} {:>6} {:>8} {:>7}"
+ROW = "{:<32} {:>8} {:>6} {:>8} {:>7}"
 
 
 def main() -> int:
@@ -31,13 +31,13 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=2, help="turns of each (%(default)s)")
     parser.add_argument("--consumer", default="trainer", help="name of the trainer's cursor (%(default)s)")
     options = parser.parse_args()
-    run = uuid.uuid4().hex[:8]
-    names = [f"{run}-{number}" for number in range(options.rollouts)]
+    run = uuid.uuid4().hex
     with Client(options.url, api_key=os.environ.get("OPENAI_API_KEY")) as client:
         try:
             with ThreadPoolExecutor(4) as threads:
                 rollouts = [
-                    threads.submit(sample, client, name, run, options.model, options.turns) for name in names
+                    threads.submit(sample, client, run, options.model, options.turns)
+                    for _ in range(options.rollouts)
                 ]
                 train(client, run, options.consumer, rollouts)
         except NoResponse:
@@ -49,9 +49,10 @@ def main() -> int:
     return 0
 
 
-def sample(client: Client, name: str, run: str, model: str, turns: int) -> None:
+def sample(client: Client, run: str, model: str, turns: int) -> None:
     """Sample one rollout on exact ids, and reward it for the share of its words that differ."""
-    client.create_session(name, metadata={"run": run})
+    name = uuid.uuid4().hex
+    client.create_session(name, exists="error", metadata={"run": run, "split": "train"})
     options: dict[str, Any] = {"session": name, "model": model, "temperature": 1.0, "max_tokens": 24}
     turn = client.token_turn(messages=[QUESTION], **options)
     words = str(turn.message["content"]).split()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 from openai import OpenAI
 from openai.types.chat import ChatCompletion
@@ -90,16 +91,19 @@ class ExactRollouts(Rollouts):
         super().__init__(model)
         self._url = proxy_url
         self._client = Client(proxy_url)
+        self._run = uuid4().hex
         self.last_sessions: list[str] = []
         """Names of the rollouts of the last step."""
 
     def play(self, numbers: Sequence[int], step: int) -> list[Rollout]:
         """See `Rollouts.play`."""
-        self.last_sessions = [_session(step, place) for place in range(len(numbers))]
+        self.last_sessions = [uuid4().hex for _ in numbers]
         return super().play(numbers, step)
 
     def _rollout(self, number: int, step: int, place: int) -> Rollout:
-        session = _session(step, place)
+        session = self.last_sessions[place]
+        metadata = {"run": self._run, "step": step, "split": "train"}
+        self._client.create_session(session, exists="error", metadata=metadata)
         openai = OpenAI(base_url=f"{self._url}/sessions/{session}/v1", api_key="none")
         game, *_ = self._converse(openai, number, seed_of(step, place))
         self._client.set_reward(session, game.reward)
@@ -179,10 +183,6 @@ class RetokenisedRollouts(Rollouts):
 def seed_of(step: int, place: int) -> int:
     """The seed of the first turn of a rollout; turn n has this plus n."""
     return 10_000 * step + 100 * place
-
-
-def _session(step: int, place: int) -> str:
-    return f"step-{step}-rollout-{place}"
 
 
 def _as_vllm_renders(message: Message) -> Message:

@@ -6,6 +6,7 @@
     ├── Unauthorized       401  the API key is missing, or was refused
     ├── Forbidden          403  the API key lacks a scope, or the route needs a key and none is set
     ├── NotFound           404  no such model, session or route
+    ├── Conflict           409  the request creates what exists already
     ├── BodyTimeout        408  the request body did not arrive in time
     ├── BodyTooLarge       413  the request body is over the limit
     ├── BodyEncoded        415  the request body is compressed
@@ -133,6 +134,13 @@ class NotFound(ApiError):
 
     status = 404
     kind = "NotFoundError"
+
+
+class Conflict(ApiError):
+    """The request creates what exists already; `param` names the field that names it."""
+
+    status = 409
+    kind = "ConflictError"
 
 
 class BodyTimeout(ApiError):

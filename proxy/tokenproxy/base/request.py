@@ -184,6 +184,8 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """None for the engine's default."""
     off_policy: tuple[str, ...] = ()
     """The sampling parameters in which it differs from those that its session notes."""
+    after_finish: bool = False
+    """Whether its session was finished before it arrived."""
     session_limit: str = ""
     """The limit that its session has reached, so that no engine serves it; empty for none."""
     given: GivenIds | None = None

@@ -1,7 +1,7 @@
 """What a client takes and returns."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import msgspec
 
@@ -20,6 +20,8 @@ class SessionFields(TypedDict, total=False):
     """Sampling parameters of all turns; with the `mode` `note` turns with others are only noted."""
     key_expires_s: float | None
     """Seconds until `SessionInfo.key` expires; a day if left out."""
+    exists: Literal["continue", "error"] | None
+    """What happens if the session exists: `continue` (the default) changes its description."""
 
 
 class SampleSelection(TypedDict, total=False):

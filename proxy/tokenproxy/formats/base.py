@@ -59,6 +59,8 @@ class NamedSession:
     """Sampling parameters of a policy that is only noted."""
     limit: str = ""
     """See `SessionLimits.reached`."""
+    finished: bool = False
+    """Whether it is in the feed of finished rollouts."""
 
     def off_policy(self, sampling: Fields) -> tuple[str, ...]:
         """The parameters of the policy that a request does not set, or sets to another value."""
@@ -181,6 +183,7 @@ def shared_fields(
         "temperature": number(sampling, "temperature"),
         "off_policy": session.off_policy(sampling) if session and session.policy else (),
         "session_limit": session.limit if session else "",
+        "after_finish": session is not None and session.finished,
         # the engine refuses other values
         "routed_experts_start": int(start) if 0 <= start < 2**31 else 0,
     }

@@ -134,6 +134,9 @@ class Metrics:
             "turns", "Recorded turns, by finish reason and by the problem that makes them untrainable.",
             "finish_reason", "problem",
         )  # fmt: skip
+        self.turns_after_finish = self._counter(
+            "turns_after_finish", "Recorded turns of sessions that were finished before."
+        )
         self.breaks = self._counters(
             "broken_turns", "Turns whose engine broke off, by why, and by what became of them.",
             "reason", "result",

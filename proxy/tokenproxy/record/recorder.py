@@ -170,6 +170,7 @@ class Recording:
         evicted = await history.store.add(plan.session, indexed)
         metrics, sampled = history.metrics, sum([new.turn.completion_tokens for new in turns])
         metrics.sampled_ids.inc(sampled)
+        metrics.turns_after_finish.inc(len(turns) * plan.request.after_finish)
         if holder is None:
             self._holders[position] = turns[0].turn
             if not plan.prompt:
@@ -230,6 +231,7 @@ def new_turns(
         "reason": plan.reason or "",
         "temperature": request.temperature,
         "off_policy": request.off_policy,
+        "after_finish": request.after_finish,
         "logprobs_mode": plan.logprobs_mode,
         "logprobs_without": without,
         "problem": refused,

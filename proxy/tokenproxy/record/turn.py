@@ -130,6 +130,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The requested temperature; None for the engine's default."""
     off_policy: tuple[str, ...] = ()
     """The sampling parameters in which its request differed from the session's `SamplingPolicy`."""
+    after_finish: bool = False
+    """Whether its session had been finished when its request arrived."""
     logprobs_mode: str = ""
     """The server's `--logprobs-mode`; empty if unknown."""
     logprobs_without: tuple[str, ...] = ()

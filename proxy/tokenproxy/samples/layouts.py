@@ -69,6 +69,7 @@ def _identity(sample: Sample) -> Row:
         "parent_agent": sample.parent_agent,
         "continues": sample.continues,
         "segment": sample.segment,
+        "turns_after_finish": sample.turns_after_finish,
         "finish_reason": sample.finish_reason,
         "weight_versions": [
             msgspec.to_builtins(span) for turn in sample.turns for span in turn.weight_versions
@@ -117,6 +118,7 @@ TRL = Layout(
         "rollout": Column("text", lambda sample: sample.rollout),
         "leaf": Column("text", lambda sample: sample.leaf),
         "finish_reason": Column("text", lambda sample: sample.finish_reason),
+        "turns_after_finish": Column("integer", lambda sample: sample.turns_after_finish),
     }
 )
 """One completion of what a `rollout_func` of TRL's GRPOTrainer returns.

@@ -75,6 +75,8 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     """The temperature of the request or its session; None for the engine's default."""
     off_policy: tuple[str, ...] = ()
     """As `Turn.off_policy`."""
+    after_finish: bool = False
+    """As `Turn.after_finish`."""
     stop_reason: str | int | None = None
     """The stop string or token that ended the turn, as vLLM reports it."""
     reward: float | None = None
@@ -112,7 +114,7 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
 UNCHANGED = (
     *("source", "reason", "finish_reason", "stop_reason", "temperature", "logprobs_mode"),
     *("logprobs_without", "weights_uncertain", "routed_experts", "routed_experts_start"),
-    *("agent", "parent_agent", "requested_model", "began_anew", "off_policy"),
+    *("agent", "parent_agent", "requested_model", "began_anew", "off_policy", "after_finish"),
 )
 """The fields of a turn that its span holds as they are."""
 
@@ -191,6 +193,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     begins a chain."""
     segment: int = 0
     """Position in the chain."""
+    turns_after_finish: int = 0
+    """Number of its turns with `after_finish`."""
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True):
@@ -341,6 +345,7 @@ class _Rollout:
             parent_agent=last.parent_agent,
             continues=link.continues,
             segment=link.number,
+            turns_after_finish=sum(turn.after_finish for turn in path),
         )
 
     def _join(self, path: Sequence[Turn], trained: set[str], answers: Sequence[int]) -> _Joined:

@@ -81,6 +81,7 @@ def turn_fields(turn: Turn, request_class: str, link: Link) -> dict[str, Any]:
         "stop_reason": turn.stop_reason,
         "temperature": turn.temperature,
         "off_policy": list(turn.off_policy),
+        "after_finish": turn.after_finish,
         "request_class": request_class or None,
         "agent": turn.agent or None,
         "parent_agent": turn.parent_agent or None,

@@ -141,7 +141,8 @@ async def named_session(request: Request, services: Services) -> NamedSession | 
     policy.pop("mode", None)
     if not noted:
         overrides, policy = overrides | policy, {}
-    return NamedSession(SessionRef(name, session.explicit), defaults, overrides, policy, limit)
+    finished = session.position > 0
+    return NamedSession(SessionRef(name, session.explicit), defaults, overrides, policy, limit, finished)
 
 
 _NUMBER = re.compile(r"[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|inf)", re.IGNORECASE)

@@ -2,18 +2,19 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import msgspec
 
-from tokenproxy.base.errors import BadRequest
+from tokenproxy.base.errors import BadRequest, Conflict
 from tokenproxy.base.fields import NULL, decode, join, parse, raw_value, read
 from tokenproxy.base.http import Request, Response, json_response, query_value
 from tokenproxy.base.types import Fields
 from tokenproxy.record.session_keys import DEFAULT_S, LONGEST_S
 from tokenproxy.record.session_rules import SessionRules, read_refusals
-from tokenproxy.record.store import DESCRIPTION, MAX_DESCRIPTION_BYTES, Session, session_id
+from tokenproxy.record.store import DESCRIPTION, MAX_DESCRIPTION_BYTES, Session, Store, session_id
 from tokenproxy.record.turn import Turn, new_id, unpack_alternatives, unpack_ids, unpack_logprobs
 from tokenproxy.record.vocabulary import Cause
 from tokenproxy.samples.samples import samples_of
@@ -31,6 +32,9 @@ _AMBIGUOUS = (
     "with X-Session-ID or the base URL /sessions/ID/v1"
 )
 """The warning in the response to a reward for a session that was ever ambiguous."""
+_CREATING, _CREATES_S = "creating", 30.0
+"""Space of the sessions that a request creates which must not exist, and seconds after which such a claim
+expires if its process died."""
 _NOT_FOR_SESSIONS = ("messages", "prompt", "token_ids", "stream", "stream_options")
 """Fields that a session cannot set for its requests: the conversation itself, and those with which a client
 would not understand the response."""
@@ -218,24 +222,57 @@ async def _save(request: Request, services: Services) -> Response:
 
     `id`, `defaults`, `overrides`, `metadata`, `limits`, `policy`; `echo` is kept as the override
     `echo_policy`. Where the proxy has keys, `key` of the response takes turns of this session and nothing
-    else, for `key_expires_s` seconds.
+    else, for `key_expires_s` seconds. `exists`: see `_created_once`.
     """
-    store, fields = services.store, parse(request.body or b"{}")
+    fields = parse(request.body or b"{}")
     field = "id" if raw_value(fields, "id") is not None else "session_id"  # rLLM's name for it
     name = check_name(read(fields, field, str) or f"session-{new_id()}", field)
-    rollout, described, now = session_id(request.tenant, name), _description(fields), time.time()
+    session = Session(id=session_id(request.tenant, name), tenant=request.tenant, created=time.time())
+    exists = read(fields, "exists", str)
+    if exists not in (None, "continue", "error"):
+        raise BadRequest.of("exists", "must be `continue` or `error`")
     asked_s = read(fields, "key_expires_s", float)
     expires_s = DEFAULT_S if asked_s is None else asked_s
     if not 0 < expires_s <= LONGEST_S:
         raise BadRequest.of("key_expires_s", f"must be more than 0 and at most {LONGEST_S}")
-    before = await store.session(rollout)
+    async with _created_once(services.store, session, field) if exists == "error" else nullcontext():
+        shown, status = await _describe(services.store, session, fields)
+    if services.session_keys is not None:
+        shown["key"] = await services.session_keys.issue(request.tenant, name, expires_s)
+    return json_response(shown, status)
+
+
+@asynccontextmanager
+async def _created_once(store: Store, session: Session, field: str) -> AsyncIterator[None]:
+    """Hold the claim to create a session: of several requests with `exists: error`, one gets it.
+
+    Raises:
+        Conflict: the session exists, or another request creates it.
+    """
+    claim = new_id().encode()
+    claimed = await store.put(_CREATING, session.id, claim, keep_s=_CREATES_S, before=None)
+    try:
+        # read after the claim: a session that its last holder created is seen
+        if not claimed or await store.session(session.id) is not None:
+            message = f"the session {session.name!r} exists: choose a name that was not used, such as a UUID"
+            raise Conflict(message, param=field, code="session_exists")
+        yield
+    finally:
+        if claimed:
+            await store.put(_CREATING, session.id, None, before=claim)
+
+
+async def _describe(store: Store, session: Session, fields: Fields) -> tuple[dict[str, Any], int]:
+    """Save the fields of a request that describe a session; create it if the store does not hold it.
+
+    Returns what the client gets, and the status.
+    """
+    described = _description(fields)
+    before = await store.session(session.id)
     if (echo := raw_value(fields, "echo")) is not None:
         overrides = described.get("overrides", before.overrides if before else b"{}")
         described["overrides"] = join({**parse(overrides), "echo_policy": msgspec.Raw(echo)})
-    if before is None:
-        session = Session(id=rollout, tenant=request.tenant, created=now, **described)
-    else:
-        session = msgspec.structs.replace(before, **described)
+    session = msgspec.structs.replace(before or session, **described)
     size = session.description_bytes
     if described and size > MAX_DESCRIPTION_BYTES:
         largest = max(described, key=lambda field: len(described[field]))
@@ -246,10 +283,7 @@ async def _save(request: Request, services: Services) -> Response:
         )
     await store.add(session, fields=described)
     saved = await store.session(session.id)
-    shown = _described(saved or session)
-    if services.session_keys is not None:
-        shown["key"] = await services.session_keys.issue(request.tenant, name, expires_s)
-    return json_response(shown, 201 if before is None else 200)
+    return _described(saved or session), 201 if before is None else 200
 
 
 def _description(fields: Fields) -> dict[str, Any]:

@@ -84,7 +84,10 @@ def test_models_and_sessions(client: Any) -> None:
     assert (made.id, made.defaults, made.turn_count) == ("s", {"temperature": 0.5}, 0)
     changed = client.create_session("s", metadata={"env": "code"})
     assert (changed.metadata, changed.defaults) == ({"env": "code"}, {"temperature": 0.5})
-    assert client.create_session().id != client.create_session().id
+    assert client.create_session(exists="error").id != client.create_session().id
+    with pytest.raises(InvalidRequest) as taken:
+        client.create_session("s", exists="error")
+    assert (taken.value.status, taken.value.code, taken.value.param) == (409, "session_exists", "id")
     turn = client.token_turn(messages=[user("Hi")], session="s")
     read = client.session("s", ids=True)
     assert (read.turn_count, read.reward, [each["id"] for each in read.turns]) == (1, None, [turn.turn])

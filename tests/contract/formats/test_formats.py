@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.fake_vllm import Canned, FakeVllm, Reply, Variant, error_body
 from tests.support.message_shapes import user
+from tests.support.scraping import Scrape, grown
 from tests.support.talk import CHAT, GENERATE, appended_after
 from tests.support.tiny_model import SPLIT, TinyModel
 from tests.support.utils import Pair, run_proxy, wait_until
@@ -320,6 +321,21 @@ def test_a_policy_is_enforced_or_noted(pair: Pair, caller: Caller) -> None:
         sent = pair.fake.generations()[-1].json
         assert sent.get("sampling_params", sent)["top_p"] == top_p
         assert [turn["off_policy"] for turn in made.turns()] == [noted]
+
+
+@each_format
+def test_turns_of_a_finished_session_are_marked_and_counted(pair: Pair, caller: Caller) -> None:
+    """Each request begins a conversation: those of a second run are told from those of the first."""
+    session = f"/v1/sessions/{caller.headers['x-session-id']}"
+    before = Scrape(pair.client)
+    for route, body in (("end", {}), ("reward", {"reward": 1.0}), ("reward", {"reward": 0.5})):
+        assert caller.post().status_code == 200
+        assert pair.client.post(f"{session}/{route}", json=body).is_success
+    assert [turn["after_finish"] for turn in caller.turns()] == [False, True, True]
+    samples = pair.client.get(f"{session}/samples").json()["samples"]
+    assert [[turn["after_finish"] for turn in each["turns"]] for each in samples] == [[False], [True], [True]]
+    assert [sample["turns_after_finish"] for sample in samples] == [0, 1, 1]
+    assert grown(before, Scrape(pair.client), "turns_after_finish_total") == 2
 
 
 @each_format

@@ -46,6 +46,7 @@ _EVERYTHING = make_turn(
     stop_reason=151645,
     temperature=0.7,
     off_policy=("top_p",),
+    after_finish=True,
     logprobs_mode="raw_logprobs",
     logprobs_without=("temperature", "top_p"),
     replica="http://10.0.0.1:8000",

@@ -1,6 +1,7 @@
 """Sessions: trees of turns, what they want of their requests, rewards and samples."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -60,6 +61,55 @@ def test_concurrent_requests_keep_the_fields_of_each_other(
     assert _get(client, name).items() >= described.items()
 
 
+def test_a_name_that_must_be_new(client: httpx.Client, name: str) -> None:
+    """Whether it was described, or only used by a turn. By default a session is continued."""
+    client.post(CHAT, json={"messages": [user("Hi")]}, headers={"x-session-id": f"{name}-used"})
+    assert (
+        client.post(_SESSIONS, json={"id": name, "exists": "error", "metadata": {"a": 1}}).status_code == 201
+    )
+    for taken in (name, f"{name}-used"):
+        refused = client.post(_SESSIONS, json={"session_id": taken, "exists": "error", "metadata": {"a": 2}})
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], error["param"]) == (409, "session_exists", "session_id")
+        assert taken in error["message"]
+    assert _get(client, name)["metadata"] == {"a": 1}
+    for exists in ("continue", None):
+        assert client.post(_SESSIONS, json={"id": name, "exists": exists}).status_code == 200
+    client.delete(f"{_SESSIONS}/{name}")
+    # what a request with an error claimed is free at once
+    wrong = {"id": name, "exists": "error", "metadata": {"a": "x" * MAX_DESCRIPTION_BYTES}}
+    assert client.post(_SESSIONS, json=wrong).status_code == 400
+    assert client.post(_SESSIONS, json={"id": name, "exists": "error"}).status_code == 201
+
+
+def test_of_requests_that_create_a_session_at_once_one_succeeds(
+    client: httpx.Client, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first has read that there is no such session, and waits until the second was answered."""
+    has_read, answered, read = threading.Event(), asyncio.Event(), GuardedStore.session
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def read_and_wait(store: GuardedStore, rollout: str) -> Session | None:
+        found = await read(store, rollout)
+        if not loops:
+            loops.append(asyncio.get_running_loop())
+            has_read.set()
+            await answered.wait()
+        return found
+
+    def create() -> int:
+        return client.post(_SESSIONS, json={"id": name, "exists": "error"}).status_code
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as threads:
+        patch.setattr(GuardedStore, "session", read_and_wait)
+        first = threads.submit(create)
+        assert has_read.wait(10)
+        second = create()
+        loops[0].call_soon_threadsafe(answered.set)
+        assert (first.result(10), second) == (201, 409)
+    assert create() == 409
+
+
 def test_a_session_of_rllm(client: httpx.Client, fake: FakeVllm, name: str) -> None:
     """Its names hold slashes, and its `sampling_params` are defaults of the requests."""
     made = client.post("/sessions", json={"session_id": f"org/{name}:0", "sampling_params": {"seed": 7}})
@@ -94,6 +144,8 @@ def test_names_that_are_none(client: httpx.Client, bad: str) -> None:
 _BAD: list[tuple[str, str, Message, str]] = [
     ("POST", "", {"defaults": 5}, "defaults"),
     ("POST", "", {"session_id": 5}, "session_id"),
+    ("POST", "", {"exists": "fail"}, "exists"),
+    ("POST", "", {"exists": True}, "exists"),
     ("POST", "", {"defaults": {}, "sampling_params": {}}, "sampling_params"),
     ("POST", "", {"overrides": {"stream": True}}, "overrides.stream"),
     ("GET", "?limit=0", {}, "limit"),

@@ -17,7 +17,7 @@ _DOCS = (Path(__file__).parents[3] / "docs" / "samples.md").read_text()
 _ORIGIN = {
     **{"rollout": "r", "tenant": "t", "leaf": "b", "whole": True, "model": "m"},
     **{"request_class": "main", "request_classes": ["", "main"], "agent": "a2", "parent_agent": "a1"},
-    **{"continues": "", "segment": 0},
+    **{"continues": "", "segment": 0, "turns_after_finish": 1},
     **{"finish_reason": "tool_calls", "weight_versions": [["v1", 0, 2], ["v2", 3, 5]]},
 }
 _TO_A, _FROM_A, _TO_B, _FROM_B = (
@@ -31,7 +31,7 @@ _ROWS: dict[str, dict[str, Any]] = {
     "trl": {
         **{"prompt_ids": [1, 2], "completion_ids": [3, 4, 5, 6, 7], "logprobs": _LOGPROBS},
         **{"env_mask": [1, 1, 0, 1, 1], "reward": 0.5, "rollout": "r", "leaf": "b"},
-        **{"finish_reason": "tool_calls"},
+        **{"finish_reason": "tool_calls", "turns_after_finish": 1},
     },
     # AgentLoopOutput
     "verl": {
@@ -107,7 +107,8 @@ def sample() -> Sample:
     """Two turns; the last one ended with a tool call."""
     a = root("a", [1, 2], [3, 4], weight_versions=(WeightSpan("v1", 0, 2),))
     stated = {"request_class": "main", "agent": "a2", "parent_agent": "a1", "finish_reason": "tool_calls"}
-    b = child("b", a, [5], [6, 7], weight_versions=(WeightSpan("v2", 0, 2),), **stated)
+    late = {"weight_versions": (WeightSpan("v2", 0, 2),), "after_finish": True}
+    b = child("b", a, [5], [6, 7], **late, **stated)
     session = Session(
         id="t/r", tenant="t", created=1.0, used=1.0, metadata=b'{"env_name": "wordle", "agent_version": 7}'
     )
