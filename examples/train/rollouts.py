@@ -103,8 +103,8 @@ class ExactRollouts(Rollouts):
     def _rollout(self, number: int, step: int, place: int) -> Rollout:
         session = self.last_sessions[place]
         metadata = {"run": self._run, "step": step, "split": "train"}
-        self._client.create_session(session, exists="error", metadata=metadata)
-        openai = OpenAI(base_url=f"{self._url}/sessions/{session}/v1", api_key="none")
+        made = self._client.create_session(session, exists="error", metadata=metadata)
+        openai = OpenAI(base_url=f"{self._url}/sessions/{session}/v1", api_key=made.key or "none")
         game, *_ = self._converse(openai, number, seed_of(step, place))
         self._client.set_reward(session, game.reward)
         found = self._client.samples(session, layout="trl")

@@ -27,7 +27,7 @@ _VERL = _ROOT / ".cache" / "verl"
 _PAGE = (_ROOT / "docs" / "trainers" / "verl.md").read_text()
 _AGENT = '''
 
-async def run_agent(messages, base_url):
+async def run_agent(messages, base_url, api_key):
     """Two turns; the reward is the number in the prompt."""
     from openai import AsyncOpenAI
 

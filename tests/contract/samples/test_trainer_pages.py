@@ -30,7 +30,7 @@ async def test_the_agent_loop_of_verl(talk: Callable[..., Talk], monkeypatch: py
     """
     pair = talk().pair
 
-    async def run_agent(prompt: list[dict[str, Any]], base_url: str) -> float:
+    async def run_agent(prompt: list[dict[str, Any]], base_url: str, api_key: str) -> float:
         async with httpx.AsyncClient() as client:
             for reply in ((74, 71, 2), (90, 2)):
                 pair.fake.replies.append(Reply(reply))
@@ -69,7 +69,7 @@ def test_the_rollout_func_of_trl(talk: Callable[..., Talk]) -> None:
     """Twice on one store, as a run and its evaluation at the same step; the agents of a step run at once."""
     pair, together = talk().pair, Barrier(2, timeout=20)
 
-    def run_agent(prompt: str, base_url: str) -> float:
+    def run_agent(prompt: str, base_url: str, api_key: str) -> float:
         """Two turns; the reward is the first word of the prompt."""
         messages = [user(prompt)]
         for _ in range(2):

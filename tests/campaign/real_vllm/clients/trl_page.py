@@ -21,7 +21,7 @@ from trl import GRPOConfig, GRPOTrainer
 STEPS = 2
 
 
-def run_agent(prompt: str, base_url: str) -> float:
+def run_agent(prompt: str, base_url: str, api_key: str) -> float:
     """Two turns; the reward is the number in the prompt."""
     client = OpenAI(base_url=base_url, api_key="none")
     messages: list[Any] = [{"role": "user", "content": prompt}]
