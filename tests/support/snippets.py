@@ -27,7 +27,10 @@ NOT_HERE = {
     "docs/trainers/openenv.md": {"openenv": "test_clients.py of tests/campaign/real_vllm runs it"},
     "docs/trainers/rllm.md": {"rllm.gateway": "test_clients.py of tests/campaign/real_vllm runs it"},
     "docs/trainers/trl.md": {"rollout_func": "tests/contract/samples/test_trainer_pages.py runs it"},
-    "docs/trainers/verl.md": {"verl.experimental": "tests/contract/samples/test_trainer_pages.py runs it"},
+    "docs/trainers/verl.md": {
+        "verl.experimental": "tests/contract/samples/test_trainer_pages.py runs it",
+        "ray.init": "it needs a cluster; tests/campaign/ray/test_verl.py runs it",
+    },
     "docs/kubernetes.md": {"kubectl get --raw": "it needs a cluster"},
     "docs/samples.md": {'open("samples.jsonl")': "it reads a file that an export wrote"},
 }

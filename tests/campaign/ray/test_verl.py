@@ -32,7 +32,7 @@ async def run_agent(messages, base_url, api_key):
     from openai import AsyncOpenAI
 
     messages = list(messages)
-    async with AsyncOpenAI(base_url=base_url, api_key="none") as client:
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         for _ in range(2):
             answer = await client.chat.completions.create(model="smollm2", messages=messages, max_tokens=8)
             messages += [answer.choices[0].message, {"role": "user", "content": "And another one?"}]

@@ -23,7 +23,7 @@ STEPS = 2
 
 def run_agent(prompt: str, base_url: str, api_key: str) -> float:
     """Two turns; the reward is the number in the prompt."""
-    client = OpenAI(base_url=base_url, api_key="none")
+    client = OpenAI(base_url=base_url, api_key=api_key)
     messages: list[Any] = [{"role": "user", "content": prompt}]
     for _ in range(2):
         answer = client.chat.completions.create(model="smollm2", messages=messages, max_tokens=8)
