@@ -40,6 +40,7 @@ from typing import Any
 
 import msgspec
 
+from chat_tokenizer.completed_json import completions
 from chat_tokenizer.equivalences import (
     ARGUMENTS_INDEX,
     EQUIVALENCES,
@@ -77,8 +78,8 @@ class CanonicalMessage(msgspec.Struct, frozen=True, gc=False):
     without_arguments: bytes = b""
     """16 bytes: as `loose`, without the arguments of the tool calls; empty if there are no calls."""
     arguments: tuple[bytes, ...] = ()
-    """17 bytes for each tool call: b"j" and the digest of its JSON object, 1.0 in it as 1, or b"t" and the
-    digest of anything else."""
+    """For each tool call b"j" and the digest of its JSON object, 1.0 in it as 1, 17 bytes; or b"t" and the
+    digest of anything else, followed by the digests of the objects that complete it."""
     lenient: bytes = b""
     """16 bytes: digest of the form up to `Level.LENIENT`; equals `loose` if that changes nothing."""
     call_ids: tuple[object, ...] = ()
@@ -93,7 +94,8 @@ class CanonicalMessage(msgspec.Struct, frozen=True, gc=False):
         """Whether this message has objects where the recorded arguments of tool calls were none.
 
         Some clients, LangChain among them, complete the JSON of a cut-off call: `{"city": "Par` becomes
-        `{"city": "Par"}`. Those whose format has objects only got `{}` for `null` or `[1]`.
+        `{"city": "Par"}`. Those whose format has objects only got `{}` for `null` or `[1]`. Any other object
+        is an edit (`chat_tokenizer.completed_json`).
 
         Args:
             recorded: `arguments` of the recorded message, which has equal `without_arguments`.
@@ -106,7 +108,9 @@ class CanonicalMessage(msgspec.Struct, frozen=True, gc=False):
         for argument, recorded_argument in zip(self.arguments, recorded, strict=True):
             if argument == recorded_argument:
                 continue
-            if recorded_argument[:1] != b"t" or argument[:1] != b"j":
+            starts = range(1 + _DIGEST_SIZE, len(recorded_argument), _DIGEST_SIZE)
+            completed = [recorded_argument[start : start + _DIGEST_SIZE] for start in starts]
+            if argument[:1] != b"j" or argument[1:] not in completed:
                 return None
             repaired = True
         return repaired
@@ -151,11 +155,7 @@ def canonical(
     if not calls:
         loose = strict if loosely is fields else _digest(b"message", pack(loosely))
         return CanonicalMessage(strict, loose, reasoning_digest, lenient=loose, call_ids=call_ids)
-    arguments = tuple(
-        (b"t" if _lacks_object(call) else b"j")
-        + _digest(b"arguments", pack(call[ARGUMENTS_INDEX:], number=whole))
-        for call in calls
-    )
+    arguments = tuple(_arguments_digest(call) for call in calls)
     return CanonicalMessage(
         strict,
         _digest(b"message", pack(loosely, number=whole)),
@@ -387,6 +387,18 @@ def _arguments(arguments: object) -> tuple[str, object]:
         return "json", parse(arguments)
     except ValueError:
         return "text", arguments
+
+
+def _arguments_digest(call: list[Any]) -> bytes:
+    """See `CanonicalMessage.arguments`."""
+
+    def digest(*form: object) -> bytes:
+        return _digest(b"arguments", pack(list(form), number=whole))
+
+    form = call[ARGUMENTS_INDEX:]
+    if not _lacks_object(call):
+        return b"j" + digest(*form)
+    return b"t" + digest(*form) + b"".join(digest("json", each) for each in completions(form[1]))
 
 
 def _lacks_object(call: list[Any]) -> bool:

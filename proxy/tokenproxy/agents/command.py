@@ -71,7 +71,7 @@ def run_command(options: argparse.Namespace) -> int:
         target = replace(target, api_key=_save_session(options, client, name))
         before = _earlier(options, client, name) if options.session else None
         options.programs = options.programs or _programs_of(command)
-        secrets_gone = _without_secrets(target.api_key)
+        secrets_gone = _without_secrets(options, target.api_key)
         environment = _environment(secrets_gone | _variables(options.programs, target))
         _say(f"session {name} of {target.url}, model {target.model}")
         try:
@@ -136,9 +136,14 @@ def _save_session(options: argparse.Namespace, client: Client, name: str) -> str
     return session.key or options.api_key
 
 
-def _without_secrets(key: str | None) -> Variables:
+def _without_secrets(options: argparse.Namespace, key: str | None) -> Variables:
     """The variables of the proxy itself, without what a program with a shell must not read."""
-    secret: Variables = dict.fromkeys(_SECRETS & os.environ.keys())
+    keys = [options.api_key, *os.environ.get(_KEY, "").split(",")] if key != options.api_key else []
+    secret: Variables = {
+        name: None
+        for name, value in os.environ.items()
+        if name.upper() in _SECRETS or any(each and each in value for each in keys)
+    }
     return {**secret, _KEY: key} if _KEY in os.environ else secret
 
 

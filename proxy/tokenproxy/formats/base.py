@@ -116,6 +116,8 @@ def apply_session(fields: Fields, session: NamedSession | None) -> None:
         if raw_value(fields, name) is None:
             fields[name] = value
     fields.update(session.overrides)
+    if "max_tokens" in session.overrides and "max_completion_tokens" not in session.overrides:
+        fields.pop("max_completion_tokens", None)  # vLLM would prefer it
 
 
 def chat_request(

@@ -50,7 +50,7 @@ _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _CALL_PREFIX, _QUOTED_PREFIX = "call_", b'"call_'
 _TOKEN_IDS = re.compile(rb'"(call_[A-Za-z0-9_-]{40})"')
 _MARK = "Calling tools:\n"
-_CODE = re.compile(r"<code>(.*?)</code>", re.DOTALL)
+_CODE, _CODE_END = "<code>", "</code>"
 
 
 class Signer:
@@ -222,10 +222,18 @@ def other_forms(
             for call in calls:
                 called = call["function"]
                 printed.append(_printed(call["id"], called["name"], json.loads(called["arguments"])))
-    elif "<code>" in content and (code := [each.strip() for each in _CODE.findall(content)]):
+    elif code := [each.strip() for each in _code_parts(content)]:
         printed = [_printed(f"call_{turns_before + 1}", "python_interpreter", "\n\n".join(code))]
     if printed and len(printed) == len(calls or printed):
         yield {"role": "assistant", "content": f"{content.strip()}\n{_MARK}{printed}"}
+
+
+def _code_parts(content: str) -> Iterator[str]:
+    """The texts after each `<code>` that ends, in time linear in the content."""
+    start = content.find(_CODE)
+    while start >= 0 and (end := content.find(_CODE_END, start)) >= 0:
+        yield content[start + len(_CODE) : end]
+        start = content.find(_CODE, end)
 
 
 def _printed(own_id: str, name: str, arguments: Any) -> dict[str, Any]:

@@ -95,6 +95,11 @@ class SessionKeys:
             if (found := self._verify(key)) is None:
                 return None
             self._verified.put(key, found)
+        self.check(found)
+        return found
+
+    def check(self, found: SessionKey) -> None:
+        """Raises Unauthorized, as `read`."""
         if self._clock() > found.expires + LEEWAY_S:
             raise Unauthorized(f"the key of the session {found.session!r} has expired", code="key_expired")
         rollout = session_id(found.tenant, found.session)
@@ -104,7 +109,6 @@ class SessionKeys:
                 f"the session {found.session!r} was finished or deleted, which ended this key of it",
                 code="session_ended",
             )
-        return found
 
     def _verify(self, key: bytes) -> SessionKey | None:
         if self._signer is None:

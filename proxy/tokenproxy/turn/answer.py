@@ -259,11 +259,16 @@ def _hide_reasoning(choice: dict[str, Any]) -> None:
 # --- the answer to a request whose session has reached a limit: a final message that no engine sampled
 
 
+_STORED_BYTES = 2**20
+"""Of messages: after a request with more, the answer of a session at its limit is not stored."""
+
+
 async def limit_answer(request: ChatRequest, answer: Answer) -> Response:
     """Answer a request without an engine, so that a program accepts the answer and ends.
 
     It is written in the engine's format, and the request's own format is made of it as of an engine's answer.
-    It is not recorded, and not kept for a retry.
+    It is not recorded, and not kept for a retry. After a request that is larger than engines take, it is not
+    stored either: all tenants share the bytes of stored responses.
 
     Args:
         answer: what writes the response.
@@ -274,18 +279,21 @@ async def limit_answer(request: ChatRequest, answer: Answer) -> Response:
     assert request.session is not None  # it has a limit
     name, limit = request.session.name, request.session_limit
     log.info("session %s has reached its limit `%s`: a request was answered without an engine", name, limit)
+    stored = len(request.messages) <= _STORED_BYTES
     told = [(b"x-session-limit", limit.encode()), (b"x-session-id", name.encode())]
     if not request.stream or not isinstance(answer, StreamedAnswer):
         body = msgspec.json.encode(_final(request, "message"))
         shown = answer.whole(parsing.parse(body, tokens=answer.reads_tokens), body, Completion())
-        await answer.settle()
+        if stored:
+            await answer.settle()
         return BytesResponse(200, [*JSON_HEADERS, *told], shown)
     chunk, shown = _final(request, "delta"), b""
     for part in (chunk, {**chunk, "choices": []}):
         data = msgspec.json.encode(part)
         shown += answer.event(data_event(data), None, parsing.parse(data, tokens=answer.reads_tokens)) or b""
     shown += answer.end()
-    await answer.settle()
+    if stored:
+        await answer.settle()
     stream = BytesResponse(200, [], shown)  # its beginning may be sent already, unlike that of a replay
     return StreamResponse(200, [*EVENT_HEADERS, *told], stream.chunks(), stream)
 

@@ -29,6 +29,7 @@ from tokenproxy.base.errors import (
 from tokenproxy.base.http import Request, Response, is_event_stream
 from tokenproxy.base.types import Headers, Receive, Scope, Send
 from tokenproxy.monitoring.exchange import EXCHANGE_KEY, Exchange
+from tokenproxy.record.session_keys import SessionKey
 from tokenproxy.record.store import StoreError
 from tokenproxy.record.store_time import StoreTime, within
 from tokenproxy.turn.services import RunningRequests, Services
@@ -115,14 +116,18 @@ class Endpoint:
             check_page(dict(scope["headers"]), [origin.encode() for origin in settings.cors_origins])
         query: bytes = scope.get("query_string", b"")
         limit = min(settings.body_limit_bytes, self.route.body_limit_bytes or settings.body_limit_bytes)
+        body = await read_body(scope, receive, limit, BODY_TIMEOUT_S)
+        granted: SessionKey | None = scope.get(SESSION_KEY)
+        if granted is not None and services.session_keys is not None:
+            services.session_keys.check(granted)  # the session may have ended while the body arrived
         return Request(
             scope["method"],
             f"{path}?{query.decode('latin-1')}" if query else path,
             list(scope["headers"]),
-            await read_body(scope, receive, limit, BODY_TIMEOUT_S),
+            body,
             tenant=tenant,
             may_read=self._inside_vllm or KeyScope.READ in scope.get(SCOPES_KEY, ()),
-            key_session=scope.get(SESSION_KEY, ""),
+            key_session=granted.session if granted is not None else "",
             parameters=scope.get("path_params", {}),
         )
 

@@ -212,7 +212,7 @@ class ApiKeys:
             key = None
         granted = {KeyScope.READ} if is_open and path == _METRICS else set()
         if key is not None and key.session:
-            headers = in_session(headers, key.session)
+            headers = in_session(headers, key.session.session)
             scope = {**scope, SESSION_KEY: key.session}
         if key is not None:
             return {**scope, "headers": headers, TENANT_KEY: key.tenant, SCOPES_KEY: key.scopes | granted}
@@ -241,7 +241,7 @@ class ApiKeys:
         if found is None and self._file is not None:
             found = self._file.find(key)
         if found is None and self._sessions is not None and (granted := self._sessions.read(key)):
-            found = ApiKey(granted.tenant, _OF_A_SESSION, granted.session)
+            found = ApiKey(granted.tenant, _OF_A_SESSION, granted)
         return found
 
 

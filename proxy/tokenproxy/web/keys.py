@@ -24,6 +24,7 @@ import msgspec
 import yaml
 
 from tokenproxy.base.errors import UsageError
+from tokenproxy.record.session_keys import SessionKey
 from tokenproxy.web.credentials import SINGLE_TENANT, tenant_of_key
 
 SCOPES_KEY = "tokenproxy.scopes"
@@ -31,7 +32,7 @@ SCOPES_KEY = "tokenproxy.scopes"
 
 
 SESSION_KEY = "tokenproxy.session"
-"""Key of the ASGI scope with the session that the request's API key is for."""
+"""Key of the ASGI scope with the `SessionKey` of a request whose API key is for one session."""
 
 
 class KeyScope(StrEnum):
@@ -164,8 +165,8 @@ class ApiKey:
 
     tenant: str
     scopes: frozenset[KeyScope]
-    session: str = ""
-    """Name of the session that it is for; empty for all of the tenant."""
+    session: SessionKey | None = None
+    """What it grants if it is for one session; None for all of the tenant."""
 
 
 def with_included(scopes: Collection[KeyScope]) -> frozenset[KeyScope]:

@@ -7,7 +7,7 @@ from functools import partial
 
 import msgspec
 
-from tokenproxy.base.errors import ApiError, BadRequest, EngineBroken, NotFound
+from tokenproxy.base.errors import ApiError, BadRequest, EngineBroken, Forbidden, NotFound
 from tokenproxy.base.fields import join, parse, raw
 from tokenproxy.base.fields import read as read_field
 from tokenproxy.base.http import EngineRefused, Request, Response, json_response, query_value
@@ -35,6 +35,7 @@ _RENAMED = {"messages": "input", "max_tokens": "max_output_tokens", "response_fo
 _OUTLINE = msgspec.json.Decoder(Fields)
 _AT_ONCE = 256
 """Prompts of one batch that are served at the same time: vLLM's default for `--max-num-seqs`."""
+_DOCUMENTS_AT_ONCE = 1024
 _SILENCE_S = 15.0
 """Seconds of silence after which a stream is kept alive: Claude Code and Codex give up after 300 s."""
 
@@ -62,6 +63,11 @@ class TurnRoute(Route):
         try:
             chat = await parse_bounded(request, services, partial(wire_format.parse, request, session))
             chat = await services.model_aliases.map(chat, services.fleet)
+            if not chat.record and services.settings.asks_for_keys:
+                raise Forbidden(
+                    f"what asks for `{chat.special}` is not recorded, and would pass limits of sessions by",
+                    code="route_not_recorded",
+                )
         except ApiError as error:
             await count_refusal(services.store, rollout, error.status, error.message)
             raise
@@ -145,7 +151,10 @@ class _Stored:
         if not asked:
             return {}
         store = self._history.store
-        found = await store.get(DOCUMENTS, list(asked))
+        names = list(asked)
+        found: dict[str, bytes] = {}
+        for start in range(0, len(names), _DOCUMENTS_AT_ONCE):
+            found |= await store.get(DOCUMENTS, names[start : start + _DOCUMENTS_AT_ONCE])
         read = store.unreadable.read  # a document is decoded later: here only its outline is checked
         documents: dict[str, bytes] = {}
         for name, content in found.items():

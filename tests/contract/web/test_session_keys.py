@@ -178,6 +178,31 @@ def test_the_key_names_the_session(proxy: Proxy, name: str) -> None:
     assert not any(b"tps-" in value for seen in proxy.engine.requests for _, value in seen.headers)
 
 
+def test_what_completions_do_not_record_is_refused(proxy: Proxy, name: str, client: httpx.Client) -> None:
+    key, before = proxy.create(name), len(proxy.engine.generations())
+    headers = {"authorization": f"Bearer {key}"}
+    for field in ({"echo": True}, {"suffix": ""}, {"use_beam_search": True}):
+        asked = {"prompt": "Hi", "max_tokens": 4, **field}
+        refused = proxy.client.post("/v1/completions", json=asked, headers=headers)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "route_not_recorded"), field
+        assert client.post("/v1/completions", json=asked).status_code == 200
+    assert len(proxy.engine.generations()) == before
+
+
+def test_a_key_that_ends_while_the_body_arrives_takes_no_turn(proxy: Proxy, name: str) -> None:
+    key = proxy.create(name)
+
+    def body() -> Iterator[bytes]:
+        yield b'{"messages": '
+        proxy.client.post(f"/v1/sessions/{name}/end", headers=_TRAINER).raise_for_status()
+        yield b'[{"role": "user", "content": "Hi"}]}'
+
+    headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+    late = proxy.client.post(CHAT, content=body(), headers=headers)
+    assert (late.status_code, late.json()["error"]["code"]) == (401, "session_ended")
+    assert proxy.turns(name) == 0
+
+
 @pytest.mark.parametrize("end", ["reward", "end", "delete"])
 def test_a_key_ends_with_its_session(proxy: Proxy, name: str, end: str) -> None:
     path = f"/v1/sessions/{name}"
@@ -198,9 +223,11 @@ def test_a_key_ends_with_its_session(proxy: Proxy, name: str, end: str) -> None:
 
 
 def test_the_limits_and_overrides_of_a_session_hold_for_its_key(proxy: Proxy, name: str) -> None:
-    key = proxy.create(name, limits={"turns": 1}, overrides={"temperature": 0.5})
-    proxy.ask("POST", CHAT, key)
-    assert proxy.engine.generations()[-1].json["temperature"] == 0.5
+    key = proxy.create(name, limits={"turns": 1}, overrides={"temperature": 0.5, "max_tokens": 3})
+    asked = {**_BODY, "temperature": 1.0, "max_completion_tokens": 5000}
+    proxy.client.post(CHAT, json=asked, headers={"authorization": f"Bearer {key}"})
+    sent = proxy.engine.generations()[-1].json
+    assert (sent["temperature"], sent["max_tokens"], sent.get("max_completion_tokens")) == (0.5, 3, None)
     before = len(proxy.engine.generations())
     for path in (CHAT, "/v1/completions", "/v1/messages", "/v1/responses", "/invocations"):
         proxy.ask("POST", path, key)

@@ -245,6 +245,15 @@ _CUT_OFF = '{"city": "Par'
         (['{"a": 1}', _CUT_OFF], ['{"a":2}', "{}"], None),
         ([_CUT_OFF], ['{"city": "Pa'], None),
         (["null"], ["{}"], True),
+        (["null"], ['{"a": 1}'], None),
+        ([_CUT_OFF], [{"city": "London"}], None),
+        ([_CUT_OFF], [{"city": "Paris"}], None),
+        (['{"city": "Paris", "day":'], [{"city": "Paris"}], True),
+        (['{"days": [1, 2'], [{"days": [1, 2]}], True),
+        (['{"a": "b\\'], [{"a": "b"}], True),
+        (['{"cmd": "ls", "cmd": "pwd"}'], [{"cmd": "pwd"}], True),
+        (['{"cmd": "ls", "cmd": "pwd"}'], [{"cmd": "rm"}], None),
+        (['{"x": NaN}'], [{"y": "anything"}], None),
     ],
 )
 def test_an_object_in_place_of_other_arguments_is_a_repair(

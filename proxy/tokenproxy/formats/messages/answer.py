@@ -58,8 +58,9 @@ class MessagesTranslation(Translation):
         for item, call in enumerate(calls):
             block = {"type": "tool_use", "id": self._call_id(call.id, item), "name": call.name}
             blocks.append({**block, "input": _input(call.arguments or "")})
+        complete = bool(calls) and all(is_object(call.arguments or "") for call in calls)
         reason, sequence = stop_reason(
-            self.finish, choice.stop_reason, tool_used=bool(calls), tool_complete=bool(calls)
+            self.finish, choice.stop_reason, tool_used=bool(calls), tool_complete=complete
         )
         return _encode(
             {

@@ -25,6 +25,8 @@ from tokenproxy.formats.responses.request import ResponsesRequest
 Read = Callable[[Iterable[str]], Awaitable[dict[str, bytes]]]
 """Reads documents by their names."""
 _REFERENCE = "item_reference"
+_MOST_NAMES = 2048
+"""Stored items that one request may name."""
 _SHOWN = 100
 """Most characters of a client's id in an error message."""
 
@@ -77,7 +79,10 @@ async def recall(request: ResponsesRequest, read: Read) -> Recalled:
     responses = {response_id(turn) for item in request.input if (turn := _referenced(item))}
     if name is not None and is_response_id(name):
         responses.add(name)
-    documents = await read({*responses, *_compactions(request.input)})
+    asked = {*responses, *_compactions(request.input)}
+    if len(asked) > _MOST_NAMES:
+        raise BadRequest.of("input", f"names {len(asked)} stored items, at most {_MOST_NAMES} may be named")
+    documents = await read(asked)
     chain: list[str] = []
     records: list[ResponseRecord] = []
     if name is not None:
