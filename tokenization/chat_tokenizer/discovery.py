@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from chat_tokenizer.errors import TemplateUnsupported
 from chat_tokenizer.history_size import HistorySize, measured_limit
-from chat_tokenizer.messages import Message
+from chat_tokenizer.messages import Message, holds_media
 from chat_tokenizer.new_texts import has_text
 from chat_tokenizer.proof import Locality, Proof, answers_calls, prove, tried_values, with_thinking
 from chat_tokenizer.renderer import Append, Renderer, RenderOptions
@@ -60,9 +60,11 @@ class Discovery:
         """
         if history is None:
             locality = self.prove().locality(new)
-            return locality in (Locality.NEW, Locality.NEW_AFTER_STOP) and self._tried(options)
+            alone = locality in (Locality.NEW, Locality.NEW_AFTER_STOP) and self._tried(options)
+            # with arguments, no histories with images are tried
+            return alone and not (options.kwargs and holds_media(new))
         complete = self._template.syntax.complete
-        if complete and self.computed.holds(history):
+        if complete and (self.computed.holds(history) or holds_media([*new, *history])):
             return False
         turn = history[-1]
         # a marker makes a turn without text another one, which only the whole rendering shows

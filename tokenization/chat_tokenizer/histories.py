@@ -181,6 +181,19 @@ def structures() -> Iterator[Messages]:
     yield [system, _calls(8), result(8)]
 
 
+def with_images(syntax: Syntax) -> Iterator[tuple[Messages, Step]]:
+    """Histories with images, and a new message with one, if the template names images."""
+    if "image" not in syntax.strings and "image_url" not in syntax.strings:
+        return
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+    shown, shows = (
+        user([image, {"type": "text", "text": WORD}]),
+        user([image, {"type": "text", "text": "qn"}]),
+    )
+    for history in ([shown], [user(), assistant(), shown], [shown, assistant(), user()]):
+        yield history, Step(assistant(), [shows])
+
+
 def with_roles(syntax: Syntax) -> Iterator[Messages]:
     """Histories that hold a message of each other role."""
     for role in ("developer", *_other_roles(syntax)):

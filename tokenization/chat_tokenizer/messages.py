@@ -7,7 +7,7 @@ rendered there. Where vLLM refuses a message, this conversion may accept it.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from chat_tokenizer.errors import InvalidMessages
@@ -38,6 +38,16 @@ _FUNCTION_FIELDS = dict.fromkeys(["arguments", "name"])
 _TOOL_FIELDS = dict.fromkeys(["function", "type"])
 _DEFINITION_FIELDS = dict.fromkeys(["name", "description", "parameters", "strict"])
 """Fields in the order of vLLM's parser, because templates print whole objects as JSON."""
+
+
+def holds_media(messages: Iterable[Message]) -> bool:
+    """Whether a message has a part that is no text, such as an image. Templates may number them."""
+    return any(
+        isinstance(part, Mapping) and ("text" not in part or part.get("type", "text") not in TEXT_PARTS)
+        for message in messages
+        if isinstance(content := message.get("content"), list)
+        for part in content
+    )
 
 
 def check_appended(

@@ -40,6 +40,7 @@ from chat_tokenizer.histories import (
     structures,
     user,
     with_fields,
+    with_images,
     with_roles,
     with_string,
     with_strings,
@@ -52,7 +53,7 @@ from chat_tokenizer.tails import Tails, TurnTail
 from chat_tokenizer.turns import placeholder_context, turn_context
 
 log = logging.getLogger("tokenproxy")
-PROOF_VERSION = 8
+PROOF_VERSION = 9
 """Part of the key of a stored proof. Raise it when the proof changes."""
 MAX_SECONDS = 30.0
 """CPU time in seconds after which a template counts as not local. Most proofs take less than 1 s."""
@@ -203,6 +204,8 @@ def _cases(syntax: Syntax) -> Iterator[_Case]:
         yield from product([question, *every_structure], [step], [plain])
         # a template may refuse conversations without tools
         yield question, step, with_tools
+    for history, step in with_images(syntax):
+        yield history, step, plain
     yield from product([question], steps_with_strings(syntax), [plain])
     for string in syntax.strings:
         yield from product(with_string(string), two_steps, [plain])

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from chat_tokenizer import ChatTokenizer
+from chat_tokenizer import ChatTokenizer, TemplateUnsupported
+from chat_tokenizer.history_size import HistorySize
 from chat_tokenizer.messages import Message
 from chat_tokenizer.proof import Locality, Proof
 from chat_tokenizer.renderer import RenderOptions
@@ -74,6 +75,28 @@ def test_every_history_is_looked_at(template: str, monkeypatch: pytest.MonkeyPat
                 whole = tokenizer.text([*history, *messages])
                 rest = whole.split("<|im_end|>", len(history))[-1]
                 assert appended_text(tokenizer, "<|im_end|>", messages, history=history) == ("", rest)
+
+
+_PARTS = (
+    "{% for part in m.content if part is mapping %}{% if part.type == 'image' %}"
+    "{% set ns.images = ns.images + 1 %}Picture {{ ns.images }}:{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{{ m.content if m.content is string }}{{ '<|im_end|>\n' }}"
+)
+_NUMBERS_IMAGES = "{% set ns = namespace(images=0) %}" + chatml(HEADER + _PARTS)
+
+
+def test_images_that_a_template_numbers() -> None:
+    """Beyond the size up to which appends are computed, too: one image of a history may exceed it."""
+    tokenizer = tokenizer_with(_NUMBERS_IMAGES)
+    tokenizer.prove()
+    tokenizer._discovery.computed = HistorySize(0, 0)
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,A"}}
+    history = [{"role": "user", "content": [image]}, {"role": "assistant", "content": "a cat"}]
+    new = [{"role": "user", "content": [image, {"type": "text", "text": "and this"}]}]
+    _, appended = appended_text(tokenizer, "<|im_end|>", new, history=history)
+    assert "Picture 2:and this" in appended
+    with pytest.raises(TemplateUnsupported, match="give `history`"):
+        tokenizer.append([1], new)
 
 
 @pytest.mark.parametrize("text", ["Fine", "It's fine"])
