@@ -323,7 +323,8 @@ class ChatTokenizer:
         self._template.refuse_merged(new_messages, history, options)
         stopped = not cut_off and (last_id in self.stop_ids or last_id == stop_reason)
         last_ids = list(prompt_ids[-LAST_IDS:])
-        stops = [index for index, each in enumerate(last_ids) if each in self.stop_ids]
+        # a turn that was cut off before its first id ends with the close of another message
+        stops = [index for index, each in enumerate(last_ids) if each in self.stop_ids and not cut_off]
         ending = Ending(last_id, stopped, cut_off, tuple(last_ids[stops[-1] + 1 :]) if stops else ())
         close_ids, suffix_ids, notes = self._ids_after(ending, new_messages, history, options, limit)
         limit.check(len(close_ids) + len(suffix_ids))

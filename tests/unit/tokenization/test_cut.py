@@ -257,6 +257,21 @@ def test_a_rendered_history_is_not_closed_twice(tokenizers: dict[str, ChatTokeni
         assert appended.prompt_ids == tokenizer.render([*history, _user()])
 
 
+def test_a_turn_that_was_cut_off_before_its_first_id_is_closed() -> None:
+    """Where the template prints no header, the prompt ends with the close of the message before it."""
+    tokenizer = tokenizer_with(
+        "{% for m in messages %}{{ m.role + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    )
+    history = [_user(), {"role": "assistant", "content": ""}]
+    ids = [*tokenizer.render(history[:1]), *tokenizer.encode("assistant")]
+    appended = tokenizer.append(ids, [_user()], history=history, finish_reason="abort")
+    assert appended.prompt_ids == tokenizer.render([*history, _user()])
+    closed = tokenizer.append(
+        tokenizer.render(history[:1]), [_user()], history=history, finish_reason="abort"
+    )
+    assert tokenizer.decode(closed.close_ids) == "<|im_end|>"
+
+
 @pytest.mark.parametrize(
     "name, last, history, new, what",
     [
