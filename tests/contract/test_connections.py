@@ -87,15 +87,17 @@ def test_the_engines_time_is_not_the_clients(strict: httpx.Client, engine: FakeV
     engine.reset()
     engine.replies.extend([Reply(hold_at=0), Reply(hold_at=2)])
     streamed = BODY[:-1] + b', "stream": true}'
-    with connect(strict.base_url) as whole, connect(strict.base_url) as stream:
+    with connect(strict.base_url) as whole:
         whole.sendall(head(CHAT, f"content-length: {len(BODY)}") + BODY + HALF_HEAD)
         wait_until(lambda: engine.held == 1)
-        stream.sendall(head(CHAT, f"content-length: {len(streamed)}", "connection: close") + streamed)
-        wait_until(lambda: engine.held == 2)
-        _wait_for_a_late_head(strict)
-        engine.release()
-        assert whole.recv(1000).startswith(b"HTTP/1.1 200 ")
-        assert b"data: [DONE]" in until_closed(stream)
+        # not earlier: a connection that sends nothing is closed
+        with connect(strict.base_url) as stream:
+            stream.sendall(head(CHAT, f"content-length: {len(streamed)}", "connection: close") + streamed)
+            wait_until(lambda: engine.held == 2)
+            _wait_for_a_late_head(strict)
+            engine.release()
+            assert whole.recv(1000).startswith(b"HTTP/1.1 200 ")
+            assert b"data: [DONE]" in until_closed(stream)
 
 
 def test_a_head_over_the_limit_that_never_ends(strict: httpx.Client) -> None:
