@@ -137,12 +137,14 @@ def _save_session(options: argparse.Namespace, client: Client, name: str) -> str
 
 
 def _without_secrets(options: argparse.Namespace, key: str | None) -> Variables:
-    """The variables of the proxy itself, without what a program with a shell must not read."""
-    keys = [options.api_key, *os.environ.get(_KEY, "").split(",")] if key != options.api_key else []
+    """What to remove from the environment of a program that has the key of a session, and perhaps a shell."""
+    if key == options.api_key:
+        return {}
+    keys = {options.api_key, *os.environ.get(_KEY, "").split(",")} - {""}
     secret: Variables = {
         name: None
         for name, value in os.environ.items()
-        if name.upper() in _SECRETS or any(each and each in value for each in keys)
+        if name.upper() in _SECRETS or keys & {value, *value.split(",")}
     }
     return {**secret, _KEY: key} if _KEY in os.environ else secret
 

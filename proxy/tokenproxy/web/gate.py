@@ -211,11 +211,11 @@ class ApiKeys:
                 raise
             key = None
         granted = {KeyScope.READ} if is_open and path == _METRICS else set()
-        if key is not None and key.session:
-            headers = in_session(headers, key.session.session)
-            scope = {**scope, SESSION_KEY: key.session}
         if key is not None:
-            return {**scope, "headers": headers, TENANT_KEY: key.tenant, SCOPES_KEY: key.scopes | granted}
+            if key.session is not None:
+                headers = in_session(headers, key.session.session)
+            client = {TENANT_KEY: key.tenant, SCOPES_KEY: key.scopes | granted, SESSION_KEY: key.session}
+            return {**scope, "headers": headers, **client}
         if is_open:
             return {**scope, SCOPES_KEY: granted}
         raise Unauthorized(

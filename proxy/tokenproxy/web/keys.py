@@ -29,8 +29,6 @@ from tokenproxy.web.credentials import SINGLE_TENANT, tenant_of_key
 
 SCOPES_KEY = "tokenproxy.scopes"
 """Key of the ASGI scope with the scopes of a request's client."""
-
-
 SESSION_KEY = "tokenproxy.session"
 """Key of the ASGI scope with the `SessionKey` of a request whose API key is for one session."""
 
@@ -85,7 +83,6 @@ _SAMPLE_NOTHING = (
     "/v1/completions/render",
     "/v1/embeddings",
     "/v1/messages/render",
-    "/v1/models",
     "/v1/rerank",
     "/v1/responses/render",
     "/v1/score",

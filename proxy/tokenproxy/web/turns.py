@@ -65,7 +65,7 @@ class TurnRoute(Route):
             chat = await services.model_aliases.map(chat, services.fleet)
             if not chat.record and services.settings.asks_for_keys:
                 raise Forbidden(
-                    f"what asks for `{chat.special}` is not recorded, and would pass limits of sessions by",
+                    f"it is not recorded ({chat.special}), so that no limit of a session holds",
                     code="route_not_recorded",
                 )
         except ApiError as error:

@@ -253,6 +253,7 @@ def test_keys(
         printed = capfd.readouterr().err
         assert _rows(printed)["turns"].startswith("1 ") and "ALICE" not in printed
         monkeypatch.setenv("TOKENPROXY_ADMIN_KEY", "CAROL")
+        monkeypatch.setenv("OTHER_KEY", "ALICE")
         assert main(["run", "--", sys.executable, "-c", "import os; print(dict(os.environ))"]) == 0
         environment = capfd.readouterr().out
         assert "tps-" in environment

@@ -168,7 +168,7 @@ class _Messages:
         self._assistant(item, "tool_calls").setdefault("tool_calls", []).append(call)
 
     def _add_output(self, item: Item, at: str) -> None:
-        """Add a result of a call; what a client's function tells without a call is said by the user."""
+        """Add a result of a call. The output of a function that no call asked for becomes a user message."""
         content = content_of(item.get("output"), f"{at}.output")
         if item.get("call_id") is None and isinstance(item.get("name"), str):
             self.messages.append({"role": "user", "content": content})

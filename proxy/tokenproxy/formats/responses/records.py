@@ -81,7 +81,7 @@ async def recall(request: ResponsesRequest, read: Read) -> Recalled:
         responses.add(name)
     asked = {*responses, *_compactions(request.input)}
     if len(asked) > _MOST_NAMES:
-        raise BadRequest.of("input", f"names {len(asked)} stored items, at most {_MOST_NAMES} may be named")
+        raise BadRequest.of("input", f"refers to {len(asked)} stored items, at most {_MOST_NAMES} allowed")
     documents = await read(asked)
     chain: list[str] = []
     records: list[ResponseRecord] = []
