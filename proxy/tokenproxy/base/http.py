@@ -40,6 +40,8 @@ class Request:
     """Whether its client has the scope `read` (`web/keys.py`); every client has if no keys are set."""
     key_session: str = ""
     """Name of the session that the request's API key is for; empty where a key is for all of its tenant."""
+    turns_only: bool = False
+    """Whether its API key takes turns and does nothing else: none of them may pass by record and limits."""
     parameters: Mapping[str, str] = field(default_factory=dict)
     """What the template of its route matched in the path, decoded."""
 

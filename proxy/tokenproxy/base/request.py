@@ -219,6 +219,8 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     prefill: bool = False
     """Whether the engine continues the last message, an assistant's, instead of rendering it as a turn."""
     record: bool = True
+    must_record: bool = False
+    """Whether it is refused if its turn would not be recorded; see `Request.turns_only`."""
     engine_route: EngineRoute = EngineRoute.CHAT
     prompts: tuple[GivenIds | None, ...] = ()
     """The prompts of a request without messages (completions, generate); None for one that the engine

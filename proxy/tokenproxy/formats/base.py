@@ -116,7 +116,9 @@ def apply_session(fields: Fields, session: NamedSession | None) -> None:
         if raw_value(fields, name) is None:
             fields[name] = value
     fields.update(session.overrides)
-    if "max_tokens" in session.overrides and "max_completion_tokens" not in session.overrides:
+    if "max_completion_tokens" in session.overrides:
+        fields["max_tokens"] = session.overrides["max_completion_tokens"]  # the name of other routes
+    elif "max_tokens" in session.overrides:
         fields.pop("max_completion_tokens", None)  # vLLM would prefer it
 
 
@@ -136,6 +138,7 @@ def chat_request(
     thinking = _take_policy(fields, "thinking_policy", ThinkingPolicy)
     echo = _take_policy(fields, "echo_policy", EchoPolicy)
     special = None if _SPECIAL.isdisjoint(fields) else _special(fields)
+    beams = special is not None and flag(fields, "use_beam_search")  # these ids are not sampled
     rendering, model = Rendering(), None
     try:
         if not _RENDERED.isdisjoint(fields):
@@ -153,6 +156,7 @@ def chat_request(
         "thinking": thinking,
         "echo_policy": echo,
         # without a generation prompt, the template does not render the sampled text as a turn
+        "record": not beams,
         "findable": special is None and rendering.add_generation_prompt,
         "prefill": special is Reason.SPECIAL_REQUEST and _only_continues(fields, rendering),
         **more,
@@ -173,6 +177,7 @@ def shared_fields(
         "fields": fields,
         "headers": request.headers,
         "tenant": request.tenant,
+        "must_record": request.turns_only,
         "session": session.ref if session else None,
         "retry": RetrySigns(
             header(request.headers, _IDEMPOTENCY_KEY),

@@ -28,6 +28,7 @@ _PROMPT = {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "st
 _FIELD = "token_ids"
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos"),
+    *("n", "max_completion_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids", "bad_words"),
     *("include_stop_str_in_output", "allowed_token_ids", "logit_bias"),
 )

@@ -140,12 +140,16 @@ def logprobs_without(request: ChatRequest, mode: str) -> tuple[str, ...]:
     sampling: Mapping[str, msgspec.Raw] = request.fields
     if request.engine_route is EngineRoute.GENERATE:
         sampling = read(sampling, "sampling_params", Fields) or {}
-    decode = msgspec.json.decode
-    return tuple(
-        name
-        for name, neutral in _NEUTRAL.items()
-        if decode(raw_value(sampling, name) or b"null") not in neutral
-    )
+    return tuple([name for name, neutral in _NEUTRAL.items() if _value(sampling, name) not in neutral])
+
+
+def _value(sampling: Mapping[str, msgspec.Raw], name: str) -> object:
+    """The value of a parameter; its JSON if that cannot be read, as `{"5":1e999}`."""
+    value = raw_value(sampling, name)
+    try:
+        return None if value is None else msgspec.json.decode(value)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return value
 
 
 def untrainable_reason(

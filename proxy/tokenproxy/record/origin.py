@@ -92,7 +92,9 @@ def origin_of(headers: Headers) -> Origin:
 def _codex(values: dict[bytes, bytes]) -> Origin:
     """The origin of a request of Codex: its agents are threads, the first of which has the session's id."""
     turn = _CodexTurn()
-    with suppress(msgspec.DecodeError, UnicodeDecodeError):  # of another version: the other headers remain
+    with suppress(
+        msgspec.DecodeError, UnicodeDecodeError, RecursionError
+    ):  # of another version: the other headers remain
         turn = msgspec.json.decode(values.get(_METADATA, b"{}"), type=_CodexTurn)
     first = _text(values.get(_SESSION, b"")) or _short(turn.session_id)
     agent = _text(values.get(_THREAD, b"")) or _short(turn.thread_id)

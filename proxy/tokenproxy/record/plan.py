@@ -127,13 +127,17 @@ def place(
         request=request,
         session=session,
         scope=scope,
-        conversation=conversation if request.record and not is_probe(request.headers) else None,
+        conversation=conversation if request.must_record or not _unrecorded(request) else None,
         new_rollout=new,
         findable=request.findable,
         match=match,
         logprobs_mode=model.logprobs_mode,
         reason=match.reason,
     )
+
+
+def _unrecorded(request: ChatRequest) -> bool:
+    return not request.record or is_probe(request.headers)
 
 
 def place_nowhere(request: ChatRequest, model: ServedModel) -> PromptPlan:

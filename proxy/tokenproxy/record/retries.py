@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tokenproxy.base.errors import ApiError, BadRequest
+from tokenproxy.base.errors import ApiError, BadRequest, Conflict
 from tokenproxy.base.request import ChatRequest
 from tokenproxy.base.types import Headers
 from tokenproxy.record.store import RESPONSES, StoreError
@@ -69,6 +69,8 @@ class Attempt:
         self.again = self.named or (self.retriable and positive)
         """Whether the request may have been sent before."""
         self.earlier: EarlierResponse | None = None
+        self._checks_again = request.must_record
+        """Whether it must not run after it waited: what was checked before, its key, may have ended."""
         self._history = history
         self._settled = not self.retriable
         if self.retriable:
@@ -83,13 +85,15 @@ class Attempt:
 
         Raises:
             BadRequest: the Idempotency-Key was used for another request.
+            Conflict: it waited for an equal request that failed, and is to be sent again.
         """
         if not self.again:
             return self
-        history = self._history
+        history, waited = self._history, False
         if self.named:
             while (running := history.named.get(self._key)) is not None:
                 await running.wait()
+                waited = True
             history.named[self._key] = asyncio.Event()
         try:
             self.earlier = await self._earlier()
@@ -98,8 +102,10 @@ class Attempt:
         except BaseException:  # cancellation too: repeats of the request wait for the end of this attempt
             self._end()
             raise
-        if self.earlier is not None:
+        if self.earlier is not None or (waited and self._checks_again):
             self._end()
+        if self.earlier is None and waited and self._checks_again:
+            raise Conflict("an equal request ran until now and got no response: send this one again")
         history.metrics.retries.labels("answered_again" if self.earlier is not None else "run_anew").inc()
         return self
 

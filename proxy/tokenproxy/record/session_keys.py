@@ -124,9 +124,11 @@ class SessionKeys:
             return None
 
     async def end(self, rollout: str) -> None:
-        """End all keys of a rollout. Raises StoreError."""
-        if await self._store.get(_SPACE, [rollout]):
-            self._generations.put(rollout, await self._advance(rollout, 1))
+        """End all keys of a rollout. Raises StoreError.
+
+        A store that was lost holds no generation of a key that lives: so it is raised in any case.
+        """
+        self._generations.put(rollout, await self._advance(rollout, 1))
 
     async def refresh(self) -> None:
         """Read the secret if it is not known yet, and the generations of sessions whose keys were used."""
@@ -156,7 +158,7 @@ class SessionKeys:
         """Raise the generation of a rollout, kept for as long as a key may live; returns the new one."""
         for _ in range(_TRIES):
             before = (await self._store.get(_SPACE, [rollout])).get(rollout)
-            generation = int(before or 0) + by
+            generation = max(int(before or 0) + by, int(self._clock() * 1000) if by else 0)
             kept = LONGEST_S + 2 * LEEWAY_S
             if await self._store.put(_SPACE, rollout, b"%d" % generation, keep_s=kept, before=before):
                 return generation

@@ -260,7 +260,7 @@ def _hide_reasoning(choice: dict[str, Any]) -> None:
 
 
 _STORED_BYTES = 2**20
-"""Of messages: after a request with more, the answer of a session at its limit is not stored."""
+"""Of a body: after a request with more, the answer of a session at its limit is not stored."""
 
 
 async def limit_answer(request: ChatRequest, answer: Answer) -> Response:
@@ -279,7 +279,7 @@ async def limit_answer(request: ChatRequest, answer: Answer) -> Response:
     assert request.session is not None  # it has a limit
     name, limit = request.session.name, request.session_limit
     log.info("session %s has reached its limit `%s`: a request was answered without an engine", name, limit)
-    stored = len(request.messages) <= _STORED_BYTES
+    stored = len(request.retry.body) <= _STORED_BYTES
     told = [(b"x-session-limit", limit.encode()), (b"x-session-id", name.encode())]
     if not request.stream or not isinstance(answer, StreamedAnswer):
         body = msgspec.json.encode(_final(request, "message"))

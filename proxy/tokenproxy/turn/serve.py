@@ -8,7 +8,7 @@
 from contextlib import AsyncExitStack
 from functools import partial
 
-from tokenproxy.base.errors import ApiError, EngineBroken
+from tokenproxy.base.errors import ApiError, EngineBroken, Forbidden
 from tokenproxy.base.fields import raw_value
 from tokenproxy.base.http import BytesResponse, EngineRefused, Response
 from tokenproxy.base.request import ChatRequest, EngineRoute
@@ -73,6 +73,8 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
         except EngineRefused as refused:
             await attempt.fail(refused.response.status)
             return refused.response
+        if request.must_record and turn.plan.conversation is None:
+            raise not_recorded(turn.plan.reason or "unrecorded")
         recording = Recording(history, turn.plan, claims, turn.complete)
         response = await services.fleet.send(turn.send, turn.routing())
         if not isinstance(response, BytesResponse):
@@ -95,6 +97,13 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
             resume = Resume(turn, recording, answer, cleanup)
             return RecordedStream(response, answer, recording, attempt, cleanup, tag, resume)
         return await _whole(response, turn, answer, recording, attempt, stack)
+
+
+def not_recorded(reason: str) -> Forbidden:
+    """The error for a turn that would be sampled without a record."""
+    return Forbidden(
+        f"it is not recorded ({reason}), so that no limit of a session holds", code="route_not_recorded"
+    )
 
 
 async def _whole(

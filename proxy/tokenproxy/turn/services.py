@@ -14,6 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from chat_tokenizer.cache import BoundedCache
 from tokenproxy.base.fields import raw, read
 from tokenproxy.base.request import ChatRequest
 from tokenproxy.base.types import Fields
@@ -23,6 +24,7 @@ from tokenproxy.fleet.weight_calls import WeightCalls
 from tokenproxy.record.encoders import EncoderPool
 from tokenproxy.record.history import History
 from tokenproxy.record.session_keys import SessionKeys
+from tokenproxy.record.store import Session
 from tokenproxy.settings import Settings
 from tokenproxy.store.guarded import GuardedStore
 
@@ -151,6 +153,11 @@ class Services:
     """Adds and removes replicas; None inside vLLM, where there is one engine."""
     model_aliases: ModelAliases = field(default_factory=ModelAliases)
     """The models that serve requests for others."""
+    last_sessions: BoundedCache[str, Session] = field(default_factory=lambda: BoundedCache(10_000))
+    """Sessions as they were read last, by their ids, for keys that take turns alone: their limits and policy
+    hold while the store does not respond."""
+    large_documents: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a stored response of many bytes is read."""
     running: RunningRequests = field(default_factory=RunningRequests)
     """The running requests, which are cut off when the process stops."""
 

@@ -128,6 +128,7 @@ class Endpoint:
             tenant=tenant,
             may_read=self._inside_vllm or KeyScope.READ in scope.get(SCOPES_KEY, ()),
             key_session=granted.session if granted is not None else "",
+            turns_only=not self._inside_vllm and KeyScope.INFERENCE not in scope.get(SCOPES_KEY, ()),
             parameters=scope.get("path_params", {}),
         )
 

@@ -17,6 +17,7 @@ from hashlib import blake2b
 from urllib.parse import parse_qsl
 
 import msgspec
+from msgspec.structs import replace
 
 from tokenproxy.base.errors import BadRequest, NotFound
 from tokenproxy.base.fields import read
@@ -113,6 +114,7 @@ async def named_session(request: Request, services: Services) -> NamedSession | 
 
     Raises:
         BadRequest: it is not a valid name of a session.
+        StoreError: its limits cannot be read, nor were before, and its client's key takes turns alone.
     """
     name = session_name(request, from_key=services.settings.session_from_key)
     if name is None:
@@ -120,9 +122,18 @@ async def named_session(request: Request, services: Services) -> NamedSession | 
     history = services.history
     try:
         session = await history.store.session(session_id(request.tenant, name))
+        if request.turns_only and session is not None:
+            services.last_sessions.put(session.id, session)
     except StoreError as error:
-        error.report(history.metrics, "a session's description does not apply")
-        session = None
+        if not request.turns_only:
+            error.report(history.metrics, "a session's description does not apply")
+            return NamedSession(SessionRef(name))
+        session = services.last_sessions.get(session_id(request.tenant, name))
+        if session is None:
+            raise
+        # what was recorded since is not known: each request counts as a turn
+        session = replace(session, turns=session.turns + 1)
+        services.last_sessions.put(session.id, session)
     if session is None:
         return NamedSession(SessionRef(name))
     try:

@@ -7,7 +7,7 @@ from functools import partial
 
 import msgspec
 
-from tokenproxy.base.errors import ApiError, BadRequest, EngineBroken, Forbidden, NotFound
+from tokenproxy.base.errors import ApiError, BadRequest, EngineBroken, NotFound
 from tokenproxy.base.fields import join, parse, raw
 from tokenproxy.base.fields import read as read_field
 from tokenproxy.base.http import EngineRefused, Request, Response, json_response, query_value
@@ -24,7 +24,7 @@ from tokenproxy.formats.trl import Prompt, TrlAnswer, batch_answer, parse_batch,
 from tokenproxy.record.session_rules import count_refusal
 from tokenproxy.record.store import DOCUMENTS, StoreError, session_id
 from tokenproxy.record.store_time import StoreTime
-from tokenproxy.turn.serve import serve_turn
+from tokenproxy.turn.serve import not_recorded, serve_turn
 from tokenproxy.turn.services import Services
 from tokenproxy.web.base import Route, StoreRoute, parse_bounded
 from tokenproxy.web.keys import KeyScope
@@ -35,7 +35,13 @@ _RENAMED = {"messages": "input", "max_tokens": "max_output_tokens", "response_fo
 _OUTLINE = msgspec.json.Decoder(Fields)
 _AT_ONCE = 256
 """Prompts of one batch that are served at the same time: vLLM's default for `--max-num-seqs`."""
-_DOCUMENTS_AT_ONCE = 1024
+_DOCUMENTS_AT_ONCE = 256
+_LARGE_BYTES = 65_536
+"""A document of more stands under a name of its own, so that its size is known before it is read."""
+_CONTENT = "/content"
+"""What is added to the name of such a document for its content."""
+_MOST_RECALLED_BYTES = 64 * 2**20
+"""Of the large documents that one request names: as large as a body may be."""
 _SILENCE_S = 15.0
 """Seconds of silence after which a stream is kept alive: Claude Code and Codex give up after 300 s."""
 
@@ -64,10 +70,7 @@ class TurnRoute(Route):
             chat = await parse_bounded(request, services, partial(wire_format.parse, request, session))
             chat = await services.model_aliases.map(chat, services.fleet)
             if not chat.record and services.settings.asks_for_keys:
-                raise Forbidden(
-                    f"it is not recorded ({chat.special}), so that no limit of a session holds",
-                    code="route_not_recorded",
-                )
+                raise not_recorded(chat.special)
         except ApiError as error:
             await count_refusal(services.store, rollout, error.status, error.message)
             raise
@@ -140,6 +143,7 @@ class _Stored:
         self._tenant = request.tenant
         self._key_session = request.key_session
         self._session = session_name(request, from_key=services.settings.session_from_key)
+        self._services = services
         self._history = services.history
 
     async def read(self, names: Iterable[str]) -> dict[str, bytes]:
@@ -152,15 +156,26 @@ class _Stored:
             return {}
         store = self._history.store
         names = list(asked)
-        found: dict[str, bytes] = {}
-        for start in range(0, len(names), _DOCUMENTS_AT_ONCE):
-            found |= await store.get(DOCUMENTS, names[start : start + _DOCUMENTS_AT_ONCE])
-        read = store.unreadable.read  # a document is decoded later: here only its outline is checked
         documents: dict[str, bytes] = {}
-        for name, content in found.items():
-            outline = read(f"{DOCUMENTS} {name}", _OUTLINE.decode, content)
-            if outline is not None and self._key_session in ("", read_field(outline, "session", str)):
+        large: dict[str, int] = {}
+        for start in range(0, len(names), _DOCUMENTS_AT_ONCE):
+            found = await store.get(DOCUMENTS, names[start : start + _DOCUMENTS_AT_ONCE])
+            for name, content in found.items():
+                # a document is decoded later: here only its outline is checked
+                outline = store.unreadable.read(f"{DOCUMENTS} {name}", _OUTLINE.decode, content)
+                if outline is None or self._key_session not in ("", read_field(outline, "session", str)):
+                    continue
                 documents[asked[name]] = content
+                if (size := read_field(outline, "large", int)) is not None:
+                    large[name] = size
+        if sum(large.values()) > _MOST_RECALLED_BYTES:
+            most = _MOST_RECALLED_BYTES // 2**20
+            raise BadRequest.of("input", f"names stored responses of more than {most} MiB: send fewer")
+        for name in large:  # one at a time: others wait for the store meanwhile
+            async with self._services.large_documents:
+                held = await store.get(DOCUMENTS, [name + _CONTENT])
+            del documents[asked[name]]
+            documents.update((asked[name], content) for content in held.values())
         return documents
 
     async def keep(self, name: str, content: bytes) -> bool:
@@ -168,8 +183,12 @@ class _Stored:
         try:
             store, document = self._history.store, session_id(self._tenant, name)
             keep_s = store.limits.max_age_s
-            if self._session:
-                content = join({**_OUTLINE.decode(content), "session": raw(self._session)})
+            session = {"session": raw(self._session)} if self._session else {}
+            if len(content) > _LARGE_BYTES:
+                await store.put(DOCUMENTS, document + _CONTENT, content, keep_s=keep_s)
+                content = join({**session, "large": raw(len(content))})
+            elif session:
+                content = join({**_OUTLINE.decode(content), **session})
             return await store.put(DOCUMENTS, document, content, keep_s=keep_s, before=None)
         except StoreError as error:
             error.report(self._history.metrics, "a response is not stored")
@@ -192,7 +211,9 @@ class OneResponse(StoreRoute):
         if request.method == "DELETE":
             if request.key_session and name not in await stored.read([name]):
                 raise _unknown(name)
-            if not await services.store.put(DOCUMENTS, session_id(request.tenant, name), None):
+            document = session_id(request.tenant, name)
+            await services.store.put(DOCUMENTS, document + _CONTENT, None)
+            if not await services.store.put(DOCUMENTS, document, None):
                 raise _unknown(name)
             return json_response({"id": name, "object": "response", "deleted": True})
         if query_value(request, "stream", "false") == "true":

@@ -4,21 +4,27 @@ import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from chat_tokenizer.cache import BoundedCache
 from tests.support.fake_vllm import Canned, FakeVllm
 from tests.support.talk import CHAT, user
 from tests.support.tiny_model import TinyModel
 from tests.support.utils import run_proxy
 from tokenproxy.base.errors import EngineUnavailable, Unauthorized
+from tokenproxy.base.http import Request
 from tokenproxy.cli.key import add_key
+from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.echo import Signer
 from tokenproxy.record.session_keys import LEEWAY_S, SessionKeys
-from tokenproxy.record.store import Limits, Store, StoreError, session_id
+from tokenproxy.record.store import Limits, Session, Store, StoreError, session_id
 from tokenproxy.store.urls import make_store
+from tokenproxy.web import turns
+from tokenproxy.web.parameters import named_session
 from tokenproxy.web.routes import all_routes
 
 _BODY: dict[str, Any] = {"messages": [user("Hi")], "max_tokens": 4}
@@ -187,6 +193,107 @@ def test_what_completions_do_not_record_is_refused(proxy: Proxy, name: str, clie
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "route_not_recorded"), field
         assert client.post("/v1/completions", json=asked).status_code == 200
     assert len(proxy.engine.generations()) == before
+
+
+_HI = b'{"role": "user", "content": "Hi"'
+_ODD: dict[str, tuple[bytes, dict[str, str]]] = {
+    "a probe": (b'{"messages": [%b}]}' % _HI, {"user-agent": "x-probe/1.0"}),
+    "a header that is nested": (
+        b'{"messages": [%b}]}' % _HI,
+        {"x-codex-turn-metadata": '{"a":' + "[" * 3000},
+    ),
+    "a number in a message": (b'{"messages": [%b, "x": 1e999}]}' % _HI, {}),
+    "a content of another kind": (b'{"messages": [{"role": "user", "content": {"a": 1}}]}', {}),
+    "a bias": (b'{"messages": [%b}], "logit_bias": {"5": 1e999}}' % _HI, {}),
+    "beam search": (b'{"messages": [%b}], "use_beam_search": true}' % _HI, {}),
+    "the engine's own field for ids": (
+        b'{"messages": [%b, "x": 1e999}], "kv_transfer_params": {"prompt_token_ids": [74]}}' % _HI,
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("odd", _ODD)
+def test_what_is_sampled_is_recorded(proxy: Proxy, name: str, odd: str) -> None:
+    """With a key that takes turns alone a request is refused, or its turn counts."""
+    body, headers = _ODD[odd]
+    key = proxy.create(name)
+    for path in (CHAT, "/v1/messages", "/v1/responses", "/v1/completions", f"{CHAT}/tokens"):
+        for stream in (b"false", b"true"):
+            before, recorded = len(proxy.engine.generations()), proxy.turns(name)
+            more = b'{"max_tokens": 4, "input": "Hi", "prompt": [74], "prompt_ids": [74], "stream": %b, '
+            if path in (CHAT, "/v1/messages", "/v1/responses"):
+                more = more.replace(b'"prompt": [74], "prompt_ids": [74], ', b"")
+            sent = {"authorization": f"Bearer {key}", "content-type": "application/json", **headers}
+            proxy.client.post(path, content=more % stream + body[1:], headers=sent)
+            sampled = len(proxy.engine.generations()) - before
+            assert proxy.turns(name) - recorded == sampled, (path, stream)
+    assert odd != "beam search" or proxy.turns(name) == 0
+
+
+def test_large_responses_are_read_one_at_a_time_and_bounded(
+    proxy: Proxy, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headers = {"authorization": f"Bearer {proxy.create(name)}"}
+    monkeypatch.setattr(turns, "_LARGE_BYTES", 100)
+    asked = {"input": "Hi", "max_output_tokens": 16}
+    first = proxy.client.post("/v1/responses", json=asked, headers=headers).raise_for_status().json()["id"]
+    follows = {"input": "Hi", "max_output_tokens": 16, "previous_response_id": first}
+    assert proxy.client.get(f"/v1/responses/{first}", headers=headers).json()["id"] == first
+    assert proxy.client.post("/v1/responses", json=follows, headers=headers).status_code == 200
+    monkeypatch.setattr(turns, "_MOST_RECALLED_BYTES", 100)
+    refused = proxy.client.post("/v1/responses", json=follows, headers=headers)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+    monkeypatch.undo()
+    assert proxy.client.delete(f"/v1/responses/{first}", headers=headers).status_code == 200
+    assert proxy.client.post("/v1/responses", json=follows, headers=headers).status_code == 400
+
+
+async def test_rules_hold_while_the_store_does_not_respond(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a session that this process read before; for a key that takes turns alone."""
+
+    async def gone(*args: Any) -> Any:
+        raise StoreError("it does not respond")
+
+    store = make_store("memory:", Limits())
+    await store.open()
+    saved = Session(
+        id=session_id("", "run"), created=1.0, turns=2, limits=b'{"turns":4}', overrides=b'{"n":1}'
+    )
+    history = SimpleNamespace(store=store, metrics=Metrics())
+    services: Any = SimpleNamespace(
+        settings=SimpleNamespace(session_from_key=False), history=history, last_sessions=BoundedCache(10)
+    )
+    headers = [(b"x-session-id", b"run")]
+    agent, trainer = (Request("POST", CHAT, headers, turns_only=only) for only in (True, False))
+    monkeypatch.setattr(store, "session", gone)
+    with pytest.raises(StoreError):
+        await named_session(agent, services)
+    services.last_sessions.put(saved.id, saved)
+    named = [await named_session(agent, services) for _ in range(3)]
+    assert [each and (each.limit, dict(each.overrides) != {}) for each in named] == [
+        ("", True), ("turns", True), ("turns", True)
+    ]  # fmt: skip
+    unknown = await named_session(trainer, services)
+    assert unknown is not None and not unknown.overrides
+    await store.aclose()
+
+
+async def test_keys_end_although_the_store_was_lost() -> None:
+    first, second = (make_store("memory:", Limits()) for _ in range(2))
+    for store in (first, second):
+        await store.open()
+    keys, again = SessionKeys(first, _signer), SessionKeys(second, _signer)
+    await keys.end(session_id("t", "s"))
+    key = (await keys.issue("t", "s")).encode()
+    await again.refresh()
+    assert again.read(key)
+    await again.end(session_id("t", "s"))
+    with pytest.raises(Unauthorized):
+        again.read(key)
+    assert again.read((await again.issue("t", "s")).encode())
+    for store in (first, second):
+        await store.aclose()
 
 
 def test_a_key_that_ends_while_the_body_arrives_takes_no_turn(proxy: Proxy, name: str) -> None:

@@ -1,9 +1,10 @@
 import asyncio
 
 import pytest
+from msgspec.structs import replace
 
 from tests.support.recording import chat_request, session_ref
-from tokenproxy.base.errors import BadRequest, EngineBroken
+from tokenproxy.base.errors import BadRequest, Conflict, EngineBroken
 from tokenproxy.base.request import ChatRequest, RetrySigns
 from tokenproxy.record.history import History
 from tokenproxy.record.retries import Attempt, EarlierResponse
@@ -71,3 +72,15 @@ async def test_failed_request_is_run_again(history: History, error: BaseExceptio
     await history.tasks.aclose()
     assert await _run(history, _request(count=b"1")) is None
     assert await _run(history, _request(count=b"1")) is not None
+
+
+async def test_who_waited_is_checked_again_where_a_key_may_have_ended(history: History) -> None:
+    """It sends the request again, as SDKs do after a 409."""
+    waits = replace(_request(b"k"), must_record=True)
+    async with Attempt(history, waits) as first:
+        waiting = asyncio.create_task(_run(history, waits))
+        await asyncio.sleep(0)
+        await first.fail(502)
+    with pytest.raises(Conflict):
+        await waiting
+    assert await _run(history, waits) is None
