@@ -66,8 +66,9 @@ class Equivalents:
         if self == NO_EQUIVALENTS:
             return b""
         spelled = {name: {key: value.hex() for key, value in of.items()} for name, of in self.packed.items()}
-        sets = (self.unprinted.names, self.unprinted.fields, self.unprinted.printed)
-        packed = pack([spelled, *map(sorted, sets), self.unprinted.content_format])
+        of = self.unprinted
+        sets = [sorted(of.names), sorted(of.fields), sorted(of.printed)]
+        packed = pack([spelled, *sets, of.content_format])
         return hashlib.blake2b(packed, digest_size=16, person=b"equivalents").digest()
 
     def drop(self, function: object, arguments: object) -> object:
