@@ -8,15 +8,16 @@ Laws, for messages `a` and `b`:
 
 Spelling is what clients and JSON libraries change unintentionally:
 
-- content: "" = null = missing = []. Text parts = their texts joined by line feeds, as engines join them, so
-  one part = its string. `cache_control` of a part is ignored.
+- content: "" = null = missing = [] in assistant messages; null = missing = [] in others. One text part = its
+  string. Several = their texts joined by line feeds, where the engine joins them. `cache_control` of a part
+  is ignored unless a rendering prints it.
 - arguments of a tool call: a JSON text = the same JSON with other white space, escapes or key order = the
   object. "" = null = missing = {}.
 - reasoning: `reasoning_content` = `reasoning`, which takes precedence. "" = null = missing.
 - `refusal`: "" = null = missing.
 - `tool_calls`: [] = null = missing. A missing `type` of a call = "function".
-- every other field: null = missing. Fields that reach no prompt are ignored, in the message, in its text
-  parts and in its tool calls.
+- every other field of the API: null = missing. Fields that reach no template are ignored, and so are those
+  of text parts and tool calls that no rendering of this template prints.
 
 Everything else distinguishes messages: white space in text, the role (developer is not system), the order of
 tool calls and their ids, 1 and 1.0 (they print differently), true and 1, Unicode normal forms, images, audio
@@ -28,13 +29,13 @@ parsers: repeated keys, NaN, Infinity, numbers beyond the range of a float, inte
 Python parses, and nesting deeper than `lossless_json.MAX_DEPTH`.
 
 A matcher compares `strict` first. Clients also send messages back in other forms: `EQUIVALENCES` lists them,
-each with the digest that ignores it. `loose` ignores *edited* reasoning as well, so check a match on `loose`
-alone with `CanonicalMessage.is_copy_of`; `lenient` also ignores edited text next to calls, so check a match
-on it with `echo_reason`.
+each with the digest that ignores it. `loose` ignores *edited* reasoning and *added* white space as well, so
+check a match on `loose` alone with `CanonicalMessage.is_copy_of` or `dropped`; `lenient` also ignores edited
+text next to calls, so check a match on it with `echo_reason`.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -45,12 +46,15 @@ from chat_tokenizer.equivalences import (
     ARGUMENTS_INDEX,
     EQUIVALENCES,
     ID_INDEX,
+    MORE_INDEX,
     NO_EQUIVALENTS,
+    REPLACEMENT,
     Context,
     Equivalence,
     Equivalents,
     Fields,
     Level,
+    alone,
     equivalents,
     formed,
     numbered_calls,
@@ -58,7 +62,7 @@ from chat_tokenizer.equivalences import (
 )
 from chat_tokenizer.errors import InvalidMessages
 from chat_tokenizer.lossless_json import as_double, pack, parse, whole
-from chat_tokenizer.messages import TEXT_PARTS, Message
+from chat_tokenizer.messages import CALL_FIELDS, FUNCTION_FIELDS, PART_FIELDS, TEXT_PARTS, Message
 
 _DIGEST_SIZE = 16
 _PARTS_WITH_OWN_KEY = frozenset({"refusal", "thinking"})
@@ -84,6 +88,14 @@ class CanonicalMessage(msgspec.Struct, frozen=True, gc=False):
     """16 bytes: digest of the form up to `Level.LENIENT`; equals `loose` if that changes nothing."""
     call_ids: tuple[object, ...] = ()
     """The ids of the calls that a result after this message may answer."""
+    ends: bytes = b""
+    """Of an assistant's text: 1 byte, whether it ends with U+FFFD, and 16 bytes, the digest of white space at
+    its ends, if there is any. Empty if `loose` ignores nothing there."""
+
+    @property
+    def ignored(self) -> bytes:
+        """What `loose` ignores and `dropped` compares: `reasoning`, and `ends` after it."""
+        return self.reasoning.ljust(_DIGEST_SIZE, b"\0") + self.ends if self.ends else self.reasoning
 
     @property
     def cut_off(self) -> bool:
@@ -116,11 +128,38 @@ class CanonicalMessage(msgspec.Struct, frozen=True, gc=False):
         return repaired
 
     def is_copy_of(self, recorded: "CanonicalMessage") -> bool:
-        """Whether a client may have sent `recorded` back as this message: stripped, or without reasoning.
+        """Whether a client may have sent `recorded` back as this message; see `dropped`."""
+        return self.loose == recorded.loose and dropped(self.ignored, recorded.ignored) is not None
 
-        Not symmetric: a client may drop reasoning; changed or added reasoning is an edit.
-        """
-        return self.loose == recorded.loose and self.reasoning in (b"", recorded.reasoning)
+
+def dropped(sent: bytes, recorded: bytes) -> str | None:
+    """The reason why a client may have sent a message back without what it had at its ends.
+
+    Not symmetric: a client may drop reasoning and white space. What is changed or added is an edit, but for
+    U+FFFD: engines show nothing for the first bytes of a character that was not sampled to its end.
+
+    Args:
+        sent: `CanonicalMessage.ignored` of a message with an equal `loose` digest.
+        recorded: that of the recorded message.
+
+    Returns:
+        the reason in `EQUIVALENCES`; empty for dropped reasoning, and if nothing differs; None for an edit.
+    """
+    reasoning, end, white_space = _split(sent)
+    recorded_reasoning, recorded_end, recorded_white_space = _split(recorded)
+    if reasoning not in (b"", recorded_reasoning) or white_space not in (b"", recorded_white_space):
+        return None
+    if end < recorded_end:
+        return None
+    if white_space != recorded_white_space:
+        return "text_stripped"
+    return "character_cut" if end > recorded_end else ""
+
+
+def _split(ignored: bytes) -> tuple[bytes, bool, bytes]:
+    """Reasoning, whether the text ends with U+FFFD, and white space, of `CanonicalMessage.ignored`."""
+    reasoning, ends = ignored[:_DIGEST_SIZE], ignored[_DIGEST_SIZE:]
+    return reasoning if any(reasoning) else b"", ends[:1] == b"\1", ends[1:]
 
 
 def canonical(
@@ -142,8 +181,7 @@ def canonical(
             tool call is not an object with a function, or a value is not JSON.
     """
     context, fields = Context(equivalents, call_ids), _fields(message, index)
-    if equivalents.nameless and "name" in fields:  # all that this level has; most messages have no name
-        fields = formed(fields, Level.STRICT, context)
+    fields = formed(fields, Level.STRICT, context)
     strict = _digest(b"message", pack(fields))
     if fields["role"] != "assistant":
         numbered = numbered_calls(fields, context) if call_ids else fields
@@ -151,10 +189,10 @@ def canonical(
         return CanonicalMessage(strict, strict, b"", lenient=lenient, call_ids=call_ids)
     reasoning, loosely = stripped(fields.get("reasoning")), formed(fields, Level.LOOSE, context)
     reasoning_digest = _digest(b"reasoning", pack(reasoning)) if reasoning else b""
-    calls = fields.get("tool_calls")
+    calls, ends = fields.get("tool_calls"), _ends(fields["content"])
     if not calls:
         loose = strict if loosely is fields else _digest(b"message", pack(loosely))
-        return CanonicalMessage(strict, loose, reasoning_digest, lenient=loose, call_ids=call_ids)
+        return CanonicalMessage(strict, loose, reasoning_digest, lenient=loose, call_ids=call_ids, ends=ends)
     arguments = tuple(_arguments_digest(call) for call in calls)
     return CanonicalMessage(
         strict,
@@ -164,13 +202,20 @@ def canonical(
         arguments,
         _digest(b"message", pack(formed(loosely, Level.LENIENT, context), number=as_double)),
         _ids_of(fields),
+        ends,
     )
 
 
 def echo_reason(
-    sent: Sequence[Message], recorded: Sequence[Message], equivalents: Equivalents = NO_EQUIVALENTS
+    sent: Sequence[Message],
+    recorded: Sequence[Message],
+    equivalents: Equivalents = NO_EQUIVALENTS,
+    ids: Iterable[object] = (),
 ) -> str | None:
     """Why messages that a client sent are recognised as those that were recorded.
+
+    Args:
+        ids: the ids of calls in earlier messages, which are equal.
 
     Returns:
         the reason of the fewest equivalences that explain all differences, that of the last of them in
@@ -181,14 +226,21 @@ def echo_reason(
     """
     if len(sent) != len(recorded):
         return None
-    reasons = {""}
+    reasons, renamed = {""}, {(pack(each), pack(each)) for each in ids}
     ours, theirs = Context(equivalents), Context(equivalents)
     for message, original in zip(sent, recorded, strict=True):
+        own, before = canonical(message, 0, equivalents), canonical(original, 0, equivalents)
         explained = _explained(_fields(message, 0), ours, _fields(original, 0), theirs)
-        if explained is None:
+        loosely = dropped(own.ignored, before.ignored)
+        if explained is None or loosely is None:
             return None
-        reasons.update(each.reason for each in explained[-1:])
-        ours, theirs = _after(message, ours), _after(original, theirs)
+        reasons.update([loosely], [each.reason for each in explained[-1:]])
+        ours = Context(equivalents, own.call_ids or ours.call_ids)
+        theirs = Context(equivalents, before.call_ids or theirs.call_ids)
+        pairs = zip(own.call_ids, before.call_ids, strict=False)
+        renamed.update((pack(new), pack(old)) for new, old in pairs)
+    if any(len(set(side)) < len(renamed) for side in zip(*renamed, strict=True)):
+        return None  # two ids became one, or one two
     return max(reasons, key=[each.reason for each in EQUIVALENCES].index)
 
 
@@ -196,9 +248,6 @@ def _explained(
     sent: Fields, ours: Context, recorded: Fields, theirs: Context
 ) -> tuple[Equivalence, ...] | None:
     """The fewest equivalences with a reason that explain the differences of a message; None for an edit."""
-    reasoning = stripped(sent.get("reasoning"))
-    if reasoning and reasoning != stripped(recorded.get("reasoning")):
-        return None
     lenient = [each for each in EQUIVALENCES if each.level is Level.LENIENT]
     for tried in (each for count in range(len(lenient) + 1) for each in combinations(lenient, count)):
         two_way = [each for each in tried if not each.one_way]
@@ -216,11 +265,6 @@ def _digest_in(lenient: Sequence[Equivalence], fields: Fields, context: Context)
     for each in lenient:
         fields = each.form(fields, context) if each.form else fields
     return _digest(b"message", pack(fields, number=number))
-
-
-def _after(message: Message, context: Context) -> Context:
-    """The context of the next message."""
-    return Context(context.equivalents, _ids_of(_fields(message, 0)) or context.call_ids)
 
 
 def _ids_of(fields: Fields) -> tuple[object, ...]:
@@ -299,7 +343,7 @@ def _fields(message: Message, index: int) -> Fields:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise InvalidMessages(f"message {index} needs a role")
-    fields: Fields = {"role": role, "content": _content(message.get("content"), index)}
+    fields: Fields = {"role": role, "content": _content(message.get("content"), role, index)}
     for key in ("name", "tool_call_id", "task"):
         if message.get(key) is not None:
             fields[key] = message[key]
@@ -321,39 +365,43 @@ def _fields(message: Message, index: int) -> Fields:
     return fields
 
 
-def _content(content: object, index: int) -> str | list[Any]:
-    """The text of a content; if it has parts that are not text, texts and digests of these, in order."""
-    if content is None:
-        return ""
+def _ends(content: object) -> bytes:
+    """See `CanonicalMessage.ends`."""
+    text = stripped(content)
+    if text == content or not isinstance(text, str) or not isinstance(content, str):
+        return b""
+    start, _, end = content.partition(text) if text else (content, "", "")
+    cut = content.rstrip(REPLACEMENT)
+    if cut != content:
+        start, end = (start, end.rstrip(REPLACEMENT)) if text else (cut, "")
+    white_space = _digest(b"ends", pack([start, end])) if start or end else b""
+    return bytes([cut != content]) + white_space
+
+
+def _content(content: object, role: str, index: int) -> str | list[Any]:
+    """The text of a content; if it has more than one text, the list of what `_part` makes of its parts."""
     if isinstance(content, str):
         return content
+    nothing: str | list[Any] = "" if role == "assistant" else []
+    if content is None:
+        return nothing
     if not isinstance(content, list | tuple):
         raise InvalidMessages(f"content of message {index} must be a string or a list of parts")
-    runs: list[Any] = []
-    texts: list[str] = []
-    for part in content:
-        text_or_digest = _part(part, index)
-        if isinstance(text_or_digest, str):
-            texts.append(text_or_digest)
-        elif text_or_digest is not None:
-            runs += [*_join_texts(texts), text_or_digest]
-            texts = []
-    return [*runs, *_join_texts(texts)] if runs else "\n".join(texts)
+    parts: list[Any] = [each for part in content if (each := _part(part, index)) is not None]
+    return alone(parts) if parts else nothing
 
 
-def _join_texts(texts: list[str]) -> list[str]:
-    return ["\n".join(texts)] if texts else []
-
-
-def _part(part: object, index: int) -> str | list[str] | None:
+def _part(part: object, index: int) -> str | dict[str, Any] | list[str] | None:
     """The text of a text part, None if its text is null; for any other part its digest, in a list.
 
-    The list distinguishes a digest from a text that looks like one.
+    The list distinguishes a digest from a text that looks like one. A text part is an object if it has fields
+    that vLLM does not read, but passes to the template.
     """
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
         raise InvalidMessages(f"message {index} holds a part of type {type(part).__name__!r}")
+    more = {key: value for key, value in part.items() if key not in PART_FIELDS}
     part = {key: value for key, value in part.items() if key != "cache_control" and value is not None}
     kind = part.get("type")  # engines refuse a text without it
     # engines read a part with a uuid by its payload, not by its type
@@ -362,11 +410,14 @@ def _part(part: object, index: int) -> str | list[str] | None:
     text = part.get(kind, part.get("text")) if kind in _PARTS_WITH_OWN_KEY else part.get("text")
     if not isinstance(text, str | None):
         raise InvalidMessages(f"a text part in message {index} holds no text")
-    return text
+    return {"text": text, "more": more} if more and text is not None else text
 
 
 def _call(call: object, index: int) -> list[Any]:
-    """A tool call as a list: its type, then id, name and arguments, or a digest of a call of another type."""
+    """A tool call as a list: its type, then id, name and arguments, or a digest of a call of another type.
+
+    Last come fields of call and function that the API does not have, which vLLM passes to the template.
+    """
     if not isinstance(call, Mapping):
         raise InvalidMessages(f"tool calls of message {index} must be objects with a function")
     kind, function = call.get("type"), call.get("function")
@@ -374,7 +425,10 @@ def _call(call: object, index: int) -> list[Any]:
         return ["other", _digest(b"call", pack(call, keep_nulls=False)).hex()]
     if not isinstance(function, Mapping):
         raise InvalidMessages(f"tool calls of message {index} must be objects with a function")
-    return ["function", call.get("id"), function.get("name"), *_arguments(function.get("arguments"))]
+    own = ((call, CALL_FIELDS), (function, FUNCTION_FIELDS))
+    more = [{key: of[key] for key in of if key not in api} for of, api in own]
+    arguments = _arguments(function.get("arguments"))
+    return ["function", call.get("id"), function.get("name"), *arguments, *(more if any(more) else ())]
 
 
 def _arguments(arguments: object) -> tuple[str, object]:
@@ -395,7 +449,7 @@ def _arguments_digest(call: list[Any]) -> bytes:
     def digest(*form: object) -> bytes:
         return _digest(b"arguments", pack(list(form), number=whole))
 
-    form = call[ARGUMENTS_INDEX:]
+    form = call[ARGUMENTS_INDEX:MORE_INDEX]
     if not _lacks_object(call):
         return b"j" + digest(*form)
     return b"t" + digest(*form) + b"".join(digest("json", each) for each in completions(form[1]))

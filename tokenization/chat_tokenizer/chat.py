@@ -21,15 +21,16 @@ from chat_tokenizer.cache import BoundedCache, CacheInfo, digest
 from chat_tokenizer.discovery import Discovery
 from chat_tokenizer.encoder import NO_LIMIT, Encoder, Limit
 from chat_tokenizer.engine_renderer import EngineRenderer, Render
+from chat_tokenizer.equivalences import Unprinted
 from chat_tokenizer.errors import InvalidMessages, TemplateUnsupported, TokenizerUnavailable, UnfinishedTurn
 from chat_tokenizer.files import VocabularyFile, load_files
 from chat_tokenizer.messages import Message, Tools, check_appended
-from chat_tokenizer.names import nameless_roles
 from chat_tokenizer.proof import Proof, load_proof, proof_key, store_proof
 from chat_tokenizer.renderer import Renderer, RenderOptions
 from chat_tokenizer.tails import Tails
 from chat_tokenizer.template import ContentFormat, Template
 from chat_tokenizer.turns import turn_context
+from chat_tokenizer.unprinted import unprinted
 
 Unfinished = Literal["close", "continue", "reject"]
 LAST_IDS = 8
@@ -103,9 +104,9 @@ class ChatTokenizer:
         return "low" if without is None or without in efforts else "none"
 
     @cached_property
-    def nameless_roles(self) -> frozenset[str]:
-        """The roles of messages whose `name` changes no rendering. The first call may take 0.1 s."""
-        return nameless_roles(self._template)
+    def unprinted(self) -> Unprinted:
+        """What of messages changes no rendering. The first call may take a second."""
+        return unprinted(self._template)
 
     def _text_of_effort(self, effort: str) -> str | None:
         kwargs = {"reasoning_effort": effort, "enable_thinking": effort != "none"}

@@ -185,6 +185,7 @@ class EngineRenderer:
 
     syntax, remembered = _SYNTAX, None
     own_arguments = _OWN_ARGUMENTS
+    content_format = None
 
     def __init__(self, encoder: Encoder, added: AddedTokens, render: Render, identity: bytes) -> None:
         """`identity`: equal for engines that render alike."""

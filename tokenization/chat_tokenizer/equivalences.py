@@ -7,19 +7,44 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from chat_tokenizer.lossless_json import as_double, pack, whole
 
-ID_INDEX, ARGUMENTS_INDEX = 1, 3
-"""Indexes of id and arguments in the list of a function call: type, id, name, arguments; see `Fields`."""
-_REPLACEMENT = "\ufffd"
+ID_INDEX, ARGUMENTS_INDEX, MORE_INDEX = 1, 3, 5
+"""Indexes of id, arguments (two items) and further fields, if any, in the list of a function call."""
+CALL, PART = "call", "part"
+"""In `Unprinted.fields`."""
+REPLACEMENT = "\ufffd"
 """What decoders put for bytes that are no character."""
 _PLACEHOLDERS = frozenset({"(no content)"})
 """Texts that clients put where a message has none."""
 
 Fields = dict[str, Any]
 """The fields of a message that reach a prompt, in one spelling, as a JSON value to hash."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unprinted:
+    """What of messages no rendering of a template prints, and how texts reach it: see `unprinted.py`."""
+
+    names: frozenset[str] = frozenset()
+    """The roles of messages whose `name` is not printed."""
+    fields: frozenset[str] = frozenset()
+    """`CALL`, `PART`, if further fields of calls and functions, or of text parts, are not printed."""
+    printed: frozenset[tuple[str, str]] = frozenset()
+    """Exceptions from `fields`, each with its kind."""
+    content_format: str | None = None
+    """"string": the engine joins text parts; "openai": only in results of tools; None: not known."""
+
+    def without(self, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """Those of the further fields of a call, a function or a text part that may be printed."""
+        if kind in self.fields:
+            return {name: value for name, value in fields.items() if (kind, name) in self.printed}
+        # it is for servers; where the engine renders, nothing tells whether it prints any field
+        server = kind == PART and self.content_format != "openai"
+        return _without(fields, "cache_control") if server else fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +58,17 @@ class Equivalents:
 
     packed: Mapping[str, Mapping[str, bytes]] = field(default_factory=dict)
     """For each function the properties with a default, in the encoding of `pack`, 1.0 as 1."""
-    nameless: frozenset[str] = frozenset()
-    """The roles of messages whose `name` no rendering prints."""
+    unprinted: Unprinted = field(default_factory=Unprinted)
 
     @property
     def digest(self) -> bytes:
         """16 bytes; empty if nothing is equal."""
-        if not self.packed and not self.nameless:
+        if self == NO_EQUIVALENTS:
             return b""
         spelled = {name: {key: value.hex() for key, value in of.items()} for name, of in self.packed.items()}
-        packed = pack([spelled, sorted(self.nameless)])
+        of = self.unprinted
+        sets = [sorted(of.names), sorted(of.fields), sorted(of.printed)]
+        packed = pack([spelled, *sets, of.content_format])
         return hashlib.blake2b(packed, digest_size=16, person=b"equivalents").digest()
 
     def drop(self, function: object, arguments: object) -> object:
@@ -58,8 +84,11 @@ class Equivalents:
 NO_EQUIVALENTS = Equivalents()
 
 
-def equivalents(tools: Sequence[Mapping[str, Any]], nameless: frozenset[str] = frozenset()) -> Equivalents:
-    """The defaults of the functions in a chat request's tools, and the roles without names.
+def equivalents(
+    tools: Sequence[Mapping[str, Any]],
+    unprinted: Unprinted | None = None,
+) -> Equivalents:
+    """`Equivalents` with the defaults of the functions in a chat request's tools.
 
     Schemas of other shapes declare no defaults.
     """
@@ -74,7 +103,7 @@ def equivalents(tools: Sequence[Mapping[str, Any]], nameless: frozenset[str] = f
         }
         if defaults and isinstance(function.get("name"), str):
             packed[function["name"]] = defaults
-    return Equivalents(packed, nameless)
+    return Equivalents(packed, unprinted or Unprinted())
 
 
 def _object(value: object) -> Mapping[str, Any]:
@@ -112,13 +141,53 @@ class Equivalence(NamedTuple):
     number: Callable[[float], float] | None = None
     """The same for each number in them."""
     reason: str = ""
-    """The word for a client whose request is recognised by it; empty if none is told."""
+    """The word for a client whose request is recognised by it; empty if none is told. For those of the level
+    `LOOSE`, `canonical.dropped` finds it."""
     one_way: bool = False
     """Whether a client may only send the form of what was recorded, never something else with that form."""
 
 
 def _without_name(fields: Fields, context: Context) -> Fields:
-    return _without(fields, "name") if fields["role"] in context.equivalents.nameless else fields
+    return _without(fields, "name") if fields["role"] in context.equivalents.unprinted.names else fields
+
+
+def _with_joined_texts(fields: Fields, context: Context) -> Fields:
+    """Texts as vLLM joins them before the template gets them."""
+    content, form = fields["content"], context.equivalents.unprinted.content_format
+    if not isinstance(content, list) or (form != "string" and (form is None or fields["role"] != "tool")):
+        return fields
+    plain = [each["text"] if isinstance(each, dict) else each for each in content]
+    if form == "string":
+        runs = groupby(filter(None, plain), lambda each: isinstance(each, str))
+        plain = [each for text, run in runs for each in (["\n".join(run)] if text else run)]
+    elif all(isinstance(each, str) for each in plain):
+        plain = ["\n".join(plain)]
+    return {**fields, "content": alone(plain) or ""}
+
+
+def alone(parts: list[Any]) -> str | list[Any]:
+    """The text of the only part; else the parts."""
+    return parts[0] if len(parts) == 1 and isinstance(parts[0], str) else parts
+
+
+def _without_unprinted_fields(fields: Fields, context: Context) -> Fields:
+    content, calls = fields["content"], fields.get("tool_calls", ())
+    unprinted = context.equivalents.unprinted
+    if isinstance(content, list):
+        fields = {**fields, "content": alone([_printed_part(each, unprinted) for each in content])}
+    if any(len(call) > MORE_INDEX for call in calls):
+        fields = {**fields, "tool_calls": [_printed_call(call, unprinted) for call in calls]}
+    return fields
+
+
+def _printed_part(part: Any, unprinted: Unprinted) -> Any:
+    more = unprinted.without(PART, part["more"]) if isinstance(part, dict) else None
+    return part if more is None else {**part, "more": more} if more else part["text"]
+
+
+def _printed_call(call: list[Any], unprinted: Unprinted) -> list[Any]:
+    more = [unprinted.without(CALL, each) for each in call[MORE_INDEX:]]
+    return [*call[:MORE_INDEX], *(more if any(more) else ())]
 
 
 def _without_reasoning(fields: Fields, context: Context) -> Fields:
@@ -148,7 +217,13 @@ def numbered_calls(fields: Fields, context: Context) -> Fields:
     if "tool_calls" not in fields:
         return fields
     calls = enumerate(fields["tool_calls"])
-    numbered = [[call[0], index, *call[ID_INDEX + 1 :]] if len(call) > 2 else call for index, call in calls]
+    first: dict[bytes, int] = {}  # two ids that became one differ from two
+    numbered = [
+        [call[0], first.setdefault(pack(call[ID_INDEX]), index), *call[ID_INDEX + 1 :]]
+        if len(call) > 2
+        else call
+        for index, call in calls
+    ]
     return {**fields, "tool_calls": numbered}
 
 
@@ -163,27 +238,33 @@ def _without_placeholder(fields: Fields, context: Context) -> Fields:
 
 
 def _without_arguments(fields: Fields, context: Context) -> Fields:
-    return {**fields, "tool_calls": [call[:ARGUMENTS_INDEX] for call in fields["tool_calls"]]}
+    calls = [[*call[:ARGUMENTS_INDEX], *call[MORE_INDEX:]] for call in fields["tool_calls"]]
+    return {**fields, "tool_calls": calls}
 
 
 def _call_without_defaults(call: list[Any], equivalents: Equivalents) -> list[Any]:
     """A call of `_call` without arguments that equal the tool's default."""
     if call[ARGUMENTS_INDEX : ARGUMENTS_INDEX + 1] != ["json"]:
         return call
-    kind, call_id, name, form, arguments = call
-    return [kind, call_id, name, form, equivalents.drop(name, arguments)]
+    kind, call_id, name, form, arguments, *more = call
+    return [kind, call_id, name, form, equivalents.drop(name, arguments), *more]
 
 
 def stripped(value: object) -> object:
     """A text without white space at its ends, and without the mark of a character that was cut at its end."""
-    return value.strip().rstrip(_REPLACEMENT).rstrip() if isinstance(value, str) else value
+    return value.strip().rstrip(REPLACEMENT).rstrip() if isinstance(value, str) else value
 
 
 EQUIVALENCES = (
     Equivalence("a name that no rendering prints", Level.STRICT, _without_name),
+    Equivalence("parts whose texts the engine joins", Level.STRICT, _with_joined_texts),
+    Equivalence("fields that no rendering prints", Level.STRICT, _without_unprinted_fields),
     Equivalence("dropped reasoning", Level.LOOSE, _without_reasoning),
-    # and U+FFFD, which a client that decodes ids itself gets for a character that was cut
-    Equivalence("white space around text", Level.LOOSE, _without_white_space),
+    Equivalence(
+        "white space around text", Level.LOOSE, _without_white_space, reason="text_stripped", one_way=True
+    ),
+    # a client that decodes ids itself gets it where engines show nothing
+    Equivalence("U+FFFD for a character that was cut", Level.LOOSE, reason="character_cut"),
     Equivalence("arguments that equal the tool's default", Level.LOOSE, _without_defaults),
     Equivalence("1.0 as 1", Level.LOOSE, number=whole),
     Equivalence("ids of calls and results", Level.LENIENT, numbered_calls, reason="call_ids_renamed"),

@@ -23,7 +23,7 @@ IMAGE_PARTS = frozenset({"image_url", "input_image"})
 _IMAGE = "image"
 """The `type` of an image in the form for templates, which is converted to itself."""
 _TOOL_REFERENCE = "tool_reference"
-_PART_FIELDS = frozenset(
+PART_FIELDS = frozenset(
     {"type", "text", "refusal", "thinking", "closed", "name", "uuid", "prompt_cache_breakpoint"}
     | {"image_embeds", "image_pil", "image_url", "video_embeds", "video_url"}
     | {"audio_embeds", "audio_url", "input_audio", "file", "data"}
@@ -33,8 +33,8 @@ _BILLING_HEADER = "x-anthropic-billing-header"
 """Start of a line that vLLM removes from system messages, because it changes with every request."""
 _OBJECT = (dict, Mapping)
 """`dict` comes first, because the check against an abstract class is slow."""
-_CALL_FIELDS = dict.fromkeys(["id", "function", "type"])
-_FUNCTION_FIELDS = dict.fromkeys(["arguments", "name"])
+CALL_FIELDS = dict.fromkeys(["id", "function", "type"])
+FUNCTION_FIELDS = dict.fromkeys(["arguments", "name"])
 _TOOL_FIELDS = dict.fromkeys(["function", "type"])
 _DEFINITION_FIELDS = dict.fromkeys(["name", "description", "parameters", "strict"])
 """Fields in the order of vLLM's parser, because templates print whole objects as JSON."""
@@ -161,7 +161,7 @@ def _part(part: object, index: int) -> dict[str, Any]:
             raise InvalidMessages(f"a tool reference in message {index} holds no name")
         return {"type": _TOOL_REFERENCE, "name": part.get("name")}
     if isinstance(part, Mapping) and (kind == _IMAGE or image_url(part) is not None):
-        return {"type": _IMAGE, **{key: value for key, value in part.items() if key not in _PART_FIELDS}}
+        return {"type": _IMAGE, **{key: value for key, value in part.items() if key not in PART_FIELDS}}
     if not isinstance(part, Mapping) or not isinstance(kind, str) or kind not in TEXT_PARTS:
         raise InvalidMessages(f"message {index} holds a part of type {kind!r}: send text parts only")
     text = part.get(kind if kind in ("refusal", "thinking") else "text")
@@ -169,7 +169,7 @@ def _part(part: object, index: int) -> dict[str, Any]:
         raise InvalidMessages(f"a text part in message {index} holds no text")
     result = {"type": "text", "text": text}
     if len(part) > 2:
-        result.update((key, value) for key, value in part.items() if key not in _PART_FIELDS)
+        result.update((key, value) for key, value in part.items() if key not in PART_FIELDS)
     return result
 
 
@@ -214,7 +214,7 @@ def _convert_call(call: object, index: int) -> dict[str, Any]:
         raise InvalidMessages(f"tool calls of message {index} must be objects with a function")
     if call.get("type", "function") != "function":
         raise InvalidMessages(f"tool calls of message {index} must be of type 'function'")
-    result, definition = _ordered(call, _CALL_FIELDS), _ordered(function, _FUNCTION_FIELDS)
+    result, definition = _ordered(call, CALL_FIELDS), _ordered(function, FUNCTION_FIELDS)
     definition["arguments"] = arguments_of(function)
     result["function"] = definition
     return result

@@ -67,6 +67,11 @@ class Renderer(Protocol):
         ...
 
     @property
+    def content_format(self) -> str | None:
+        """How it passes text parts to a template: "string", joined; "openai", as parts; None if not known."""
+        ...
+
+    @property
     def own_arguments(self) -> frozenset[str]:
         """Names in `RenderOptions.kwargs` that are the renderer's own arguments, not variables."""
         ...

@@ -210,6 +210,9 @@ class Template:
         short = BoundedCache[bytes, str](256, lambda text: len(text) <= 2**16)
         self.remembered = short if self.syntax.complete else None
         """See `Renderer.remembered`."""
+        formats = {content_format or detect_content_format(source) for source in sources}
+        self.content_format = formats.pop() if len(formats) == 1 else None
+        """That of its source; None if it has several that differ."""
         parameters = inspect.signature(tokenizer.apply_chat_template).parameters.values()
         names = {each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD}
         self.own_arguments = frozenset(names - {"documents", "add_generation_prompt"})

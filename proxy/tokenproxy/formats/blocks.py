@@ -50,6 +50,11 @@ class Call:
         self._complete = False
 
     @property
+    def begins(self) -> bool:
+        """Whether its block may begin: its name and its id are known, or arguments came before the id."""
+        return bool(self.name and (self.id or self.pieces))
+
+    @property
     def complete(self) -> bool:
         """Whether its arguments are a complete object."""
         if self._checked != len(self.pieces):  # else each text that waits would parse them again
@@ -134,7 +139,7 @@ class Blocks(ABC, Generic[Sent]):
                 self._begin(kind, sent)
                 logprobs = [each for _, more in late for each in more]
                 self._text(kind, "".join(text for text, _ in late), logprobs, sent)
-            elif self._waiting and (status or self._waiting[0].name):
+            elif self._waiting and (status or self._waiting[0].begins):
                 call = self._waiting.pop(0)
                 self._end(sent, status or "completed")
                 self._begin(call, sent)

@@ -163,7 +163,9 @@ def shows_dropped_thinking(
     """
     messages = conversation.parse()
     turns = [index for index in range(end + 1) if conversation.messages[index].assistant]
-    thinking = {index for index, reasoning in zip(turns, turn.reasonings, strict=False) if reasoning}
+    thinking = {
+        index for index, reasoning in zip(turns, turn.reasonings, strict=False) if any(reasoning[:16])
+    }
     thinking |= {index for index in turns if ends_thinking(messages[index])}
     if not thinking:
         return False

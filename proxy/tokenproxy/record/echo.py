@@ -176,7 +176,7 @@ class Echoes:
                 error.report(self._matcher.metrics, "a request's ids of tool calls stay those of the client")
                 break
             if read is not None and turn is not None and read[1] < len(turn.call_ids):
-                found[call_id] = (turn.call_ids[read[1]], turn.id)
+                found[call_id] = (turn.call_ids[read[1]] or call_id, turn.id)
         return found
 
 

@@ -241,9 +241,9 @@ class Conversation:
         """The messages from `first` on as a JSON array, as they were spelled."""
         return b"[" + b",".join(self.raws[first:]) + b"]"
 
-    def reasonings(self, first: int = 0, end: int | None = None) -> list[bytes]:
-        """Digests of the reasoning of the assistant messages from `first` to before `end`, or to the last."""
-        return [parsed.message.reasoning for parsed in self.messages[first:end] if parsed.assistant]
+    def ignored(self, first: int = 0, end: int | None = None) -> list[bytes]:
+        """`CanonicalMessage.ignored` of the assistant messages from `first` to before `end`."""
+        return [parsed.message.ignored for parsed in self.messages[first:end] if parsed.assistant]
 
 
 class Scope(msgspec.Struct, frozen=True):

@@ -39,7 +39,9 @@ async def reason_of(
             recorded += () if alike else _messages(each.messages)
             recorded.append(_message(each.message))
         sent = [_message(raw) for raw in conversation.raws[end if alike else 0 : end + 1]]
-        return echo_reason(sent, recorded, conversation.equivalents)
+        earlier = conversation.messages[:end] if alike else ()
+        ids = {each for parsed in earlier for each in parsed.message.call_ids if isinstance(each, str)}
+        return echo_reason(sent, recorded, conversation.equivalents, ids)
 
     try:
         return await encoders.run(compare, 0 if alike else conversation.size())

@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from chat_tokenizer import InvalidIds, ids
-from chat_tokenizer.canonical import extend
+from chat_tokenizer.canonical import dropped, extend
 from tokenproxy.base.request import ChatRequest, EchoPolicy
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.cache import CachedTurn, TurnCache, read_turn
@@ -92,8 +92,8 @@ class _Fit(NamedTuple):
     group: CandidateGroup
     turn: CachedTurn
     """One of them."""
-    repaired: bool
-    """Whether the client completed the JSON of one of its tool calls."""
+    reason: str
+    """The word for the form in which the client sent it back; empty if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,9 +279,9 @@ class Matcher:
                     turn = turn or (await self.load(candidate.turn) if candidate.turn else None)
                 # evicted, or lost with its server: it may be the one that is meant
                 unknown = unknown or (turn is None and group.candidates != [])
-                repaired = _continues(conversation, end, turn, kind) if turn else None
-                if turn is not None and repaired is not None:
-                    fitting.append(_Fit(group, turn, repaired))
+                echo = _continues(conversation, end, turn, kind) if turn else None
+                if turn is not None and echo is not None:
+                    fitting.append(_Fit(group, turn, echo))
             if not fitting and unknown:
                 return Match(None, end, Reason.EVICTED, candidates)
             if not fitting:
@@ -293,7 +293,7 @@ class Matcher:
                 return Match(None, end, Reason.AMBIGUOUS, candidates)
             fit = named or best[0]
             edited = end != conversation.ends[0]
-            reason = Reason.HISTORY_EDITED if edited else Reason.CALL_REPAIRED if fit.repaired else None
+            reason = Reason.HISTORY_EDITED if edited else Reason(fit.reason) if fit.reason else None
             shared = None if named is not None or fit.group.in_one_rollout else (key, fit.group.ids)
             return Match(fit.turn, end, reason, candidates, shared=shared)
         return None
@@ -344,7 +344,7 @@ class Matcher:
             return None
         if search.rollout is None and search.scope.session != (session.name if session.explicit else None):
             return None
-        return fitting[0]._replace(turn=turn, repaired=False)
+        return fitting[0]._replace(turn=turn, reason="")
 
     async def _choose_in_rollout(self, search: _Search, end: int, rollout: str) -> Match | None:
         """The turn of a rollout that ends at one message, where `find` lists only some of the turns there."""
@@ -401,25 +401,26 @@ def _only_rollout(request: ChatRequest) -> str | None:
     return None if request.session is None or request.session.explicit else rollout_of(request)
 
 
-def _continues(conversation: Conversation, end: int, turn: CachedTurn, kind: str) -> bool | None:
+def _continues(conversation: Conversation, end: int, turn: CachedTurn, kind: str) -> str | None:
     """Check whether a turn found by a digest is the one that the client sent back.
 
     Returns:
-        None if it is another; else whether the client repaired one of its tool calls.
+        None if it is another; else the reason of the form that it has now, empty if that has none.
     """
     if kind == EXACT:
-        return False
+        return ""
     own = conversation.messages[end].message
     repaired = own.repairs(turn.calls) if kind == BARE else False
-    if repaired is None or own.reasoning not in (b"", turn.reasonings[-1]):
+    # what is spelled as in the request of that turn was checked then
+    alike = turn.spelling_before == conversation.strict_before(end)
+    sent = conversation.ignored(end if alike else 0, end + 1)
+    recorded = turn.reasonings[-1:] if alike else turn.reasonings
+    if repaired is None or len(sent) != len(recorded):
         return None
-    if turn.spelling_before == conversation.strict_before(end):
-        return repaired  # spelled as in the request of that turn, and checked then
-    sent = conversation.reasonings(end=end + 1)
-    fits = len(sent) == len(turn.reasonings) and all(
-        ours in (b"", theirs) for ours, theirs in zip(sent, turn.reasonings, strict=True)
-    )
-    return repaired if fits else None
+    reasons = {dropped(ours, theirs) for ours, theirs in zip(sent, recorded, strict=True)}
+    if None in reasons:
+        return None
+    return Reason.CALL_REPAIRED if repaired else max(filter(None, reasons), default="")
 
 
 def _ends_at(turn: Turn | CachedTurn, conversation: Conversation, end: int) -> bool:

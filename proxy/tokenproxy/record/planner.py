@@ -308,7 +308,7 @@ def _read(
     """See `Planner._parts`."""
     tools = rendering.parse_tools() if b'"default"' in rendering.tools else None
     parts = scope_parts(rendering, rendered_fields, name, tokenizer.fingerprint if tokenizer else "")
-    return parts, equivalents(tools or (), tokenizer.nameless_roles if tokenizer else frozenset())
+    return parts, equivalents(tools or (), tokenizer.unprinted if tokenizer else None)
 
 
 def _must_render(

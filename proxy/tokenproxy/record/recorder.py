@@ -295,7 +295,7 @@ def _new_turn(
         sampling_mask=_pack_mask(choice.sampling_mask, count),
         spelling_before=history.strict_before(len(history.messages)),
         spelling=own.strict if own and findable else b"",
-        reasonings=(*history.reasonings(first), own.reasoning if own else b""),
+        reasonings=(*history.ignored(first), own.ignored if own else b""),
         calls=own.arguments if own and own.cut_off else (),
         ids_digest=hasher.digest(),
         **{**of_request, **({"problem": problem} if problem else {})},

@@ -167,7 +167,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     spelling: bytes = b""
     """Digest of the assistant's message; empty if the turn may not be found by its text."""
     reasonings: tuple[bytes, ...] = ()
-    """Digests of the reasoning of each assistant message in `messages` and then of `message`."""
+    """`CanonicalMessage.ignored` of each assistant message in `messages` and then of `message`: 16 bytes for
+    the reasoning, and more for what is at the ends of the text."""
     calls: tuple[bytes, ...] = ()
     """For each tool call of `message` the digest of its arguments, or b"" if they are not valid JSON; empty
     if all are valid."""

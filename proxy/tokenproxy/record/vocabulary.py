@@ -49,6 +49,14 @@ class Reason(_Explained):
         "text_dropped",
         "the client dropped the text next to recorded tool calls: same turn, sampled ids kept",
     )
+    TEXT_STRIPPED = (
+        "text_stripped",
+        "the client dropped white space at the ends of a recorded text: same turn, sampled ids kept",
+    )
+    CHARACTER_CUT = (
+        "character_cut",
+        "the client ends a recorded text with U+FFFD, for a cut character: same turn, sampled ids kept",
+    )
     AMBIGUOUS = "ambiguous", "several recorded turns with different ids fit, and nothing decides between them"
     TOOLS_CHANGED = "tools_changed", "the tools differ from those of the recorded conversation"
     TEMPLATE_KWARGS_CHANGED = (

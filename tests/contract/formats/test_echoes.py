@@ -1,15 +1,16 @@
-"""Clients that send a conversation back a little differently, and twenty edits that stay edits."""
+"""Clients that send a conversation back a little differently, and edits that stay edits."""
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.fake_vllm import Reply
 from tests.support.talk import Message, Talk, call, result, user
-from tests.support.tiny_model import SPLIT
+from tests.support.tiny_model import CHATML, SPLIT, make_tiny_model
 
 _LONG = 1234567890123456789
 """JavaScript prints it as 1234567890123456800."""
@@ -29,7 +30,7 @@ def _called(talk: Callable[..., Talk], **options: Any) -> Talk:
     made.messages.insert(0, _SYSTEM)
     for number in range(2):
         calls = [call(arguments=_ARGUMENTS), call("g", f'{{"n": {number}}}')]
-        message = {"content": f"I look {number}.", "tool_calls": calls}
+        message = {"content": f"I look {number}.\n", "tool_calls": calls}
         made.ask(reply=Reply((*SPLIT[:-1], 80 + number, SPLIT[-1]), message=message), **options)
         made.messages += [result(each, f"r{number} {each['function']['name']}") for each in calls]
     return made
@@ -39,10 +40,10 @@ def _turn(made: Talk, index: int = -1) -> Message:
     return [message for message in made.messages if message["role"] == "assistant"][index]
 
 
-def _rename(made: Talk, index: int = -1) -> Any:
+def _rename(made: Talk, index: int = -1, ids: Sequence[str] = ()) -> Any:
     """New ids for the calls of a turn and their results."""
     for position, each in enumerate(_turn(made, index)["tool_calls"]):
-        old, each["id"] = each["id"], f"call_{index}_{position}"
+        old, each["id"] = each["id"], ids[position] if ids else f"call_{index}_{position}"
         for message in made.messages:
             if message.get("tool_call_id") == old:
                 message["tool_call_id"] = each["id"]
@@ -52,6 +53,15 @@ def _argue(made: Talk, **arguments: Any) -> Any:
     """Change arguments of the last turn's first call."""
     function = _turn(made)["tool_calls"][0]["function"]
     function["arguments"] = json.dumps({**json.loads(function["arguments"]), **arguments})
+
+
+def _add_fields(made: Talk) -> None:
+    """Fields that vLLM passes to templates."""
+    called = _turn(made)["tool_calls"][0]
+    called.update(index=0)
+    called["function"].update(parsed_arguments={"a": 1})
+    text = {"type": "text", "text": made.messages[1]["content"], "cache_control": {"type": "ephemeral"}}
+    _set(made, 1, content=[text])
 
 
 def _set(made: Talk, index: int, **fields: Any) -> Any:
@@ -75,6 +85,11 @@ _ECHOES: dict[str, tuple[Change, str]] = {
     "no earlier text": (lambda made: _turn(made, 0).update(content=""), "text_dropped"),
     "placeholder": (lambda made: _turn(made).update(content="(no content)"), "text_dropped"),
     "renamed, no text": (lambda made: [_rename(made), _turn(made).update(content="")], "text_dropped"),
+    "no white space": (lambda made: _turn(made).update(content="I look 1."), "text_stripped"),
+    "no earlier white space": (lambda made: _turn(made, 0).update(content="I look 0."), "text_stripped"),
+    "character": (lambda made: _turn(made).update(content="I look 1.\n\ufffd"), "character_cut"),
+    "parts": (lambda made: _set(made, 1, content=["", made.messages[1]["content"], ""]), ""),
+    "more fields": (lambda made: _add_fields(made), ""),
 }
 _EDITS: dict[str, tuple[Change, str]] = {
     "digit": (lambda made: _argue(made, days=3), "history_edited"),
@@ -83,6 +98,15 @@ _EDITS: dict[str, tuple[Change, str]] = {
     "beyond rounding": (lambda made: _argue(made, id=_LONG + 1), "history_edited"),
     "another double": (lambda made: _argue(made, id=1234567890123457000), "history_edited"),
     "integer as text": (lambda made: _argue(made, id=str(_LONG)), "history_edited"),
+    "blank lines": (lambda made: _turn(made).update(content="\n\nI look 1.\n"), "history_edited"),
+    "other white space": (lambda made: _turn(made).update(content="I look 1. "), "history_edited"),
+    "earlier blank lines": (lambda made: _turn(made, 0).update(content="\nI look 0.\n"), "history_edited"),
+    "character within": (lambda made: _turn(made).update(content="I look\ufffd 1.\n"), "history_edited"),
+    "one id for two calls": (lambda made: _rename(made, ids="xx"), "history_edited"),
+    "the id of an earlier call": (
+        lambda made: _rename(made, ids=[_turn(made, 0)["tool_calls"][0]["id"], "x"]),
+        "history_edited",
+    ),
     "other text": (lambda made: _turn(made).update(content="I lie."), "history_edited"),
     "new reasoning": (lambda made: _turn(made).update(reasoning="so"), "history_edited"),
     "other function": (
@@ -136,6 +160,24 @@ def test_an_edit_is_named(talk: Callable[..., Talk], change: Change, reason: str
     change(made)
     answered = made.ask(user("more"), reply=Reply(SPLIT))
     assert answered.reason == reason
+    assert answered.sent is None or answered.sent[: len(last)] != last
+
+
+_PRINTS_CALLS = CHATML.replace("{'name': call.function.name, 'arguments': call.function.arguments}", "call")
+
+
+@pytest.mark.parametrize("function", [False, True])
+def test_a_field_of_a_call_that_the_template_prints_is_an_edit(
+    own_talk: Callable[..., Talk], tmp_path: Path, function: bool
+) -> None:
+    assert _PRINTS_CALLS != CHATML
+    model = make_tiny_model(tmp_path, _PRINTS_CALLS)
+    talk = own_talk(model=model)
+    made = _called(lambda fields: Talk(talk.pair, model, fields=fields))
+    last, called = made.ids, _turn(made)["tool_calls"][0]
+    (called["function"] if function else called).update(foo="bar")
+    answered = made.ask(reply=Reply(SPLIT))
+    assert answered.reason == "history_edited"
     assert answered.sent is None or answered.sent[: len(last)] != last
 
 

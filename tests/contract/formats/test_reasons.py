@@ -27,6 +27,8 @@ _NOT_HERE = {
         "call_ids_renamed",
         "integers_rounded",
         "text_dropped",
+        "text_stripped",
+        "character_cut",
     ),
 }
 """Reasons that tests of other files provoke."""

@@ -48,6 +48,9 @@ def _deltas(random: Random, message: dict[str, Any]) -> list[dict[str, Any]]:
         head = {"id": f"chatcmpl-tool-{index:032}", "type": "function"}
         named = {"index": index, **head, "function": {"name": "look", "arguments": ""}}
         more = []
+        if random.random() < 0.2:  # the name comes first
+            named = {"index": index, "function": {"name": "look", "arguments": ""}}
+            more.append({"call": {"index": index, **head, "function": {"arguments": ""}}})
         for piece in _pieces(random, arguments):
             call: dict[str, Any] = {"index": index, "function": {"arguments": piece}}
             match random.choice(["", "nulls", "repeated"]):
@@ -127,6 +130,8 @@ def _of_chat(message: dict[str, Any]) -> Said:
 
 def _of_messages(content: list[dict[str, Any]]) -> Said:
     """White space after a call is not written."""
+    called = [block["id"] for block in content if block["type"] == "tool_use"]
+    assert called == [f"chatcmpl-tool-{index:032}" for index in range(len(called))]
     thinking = "".join(block["thinking"] for block in content if block["type"] == "thinking")
     text = "".join(block["text"] for block in content if block["type"] == "text")
     return (
@@ -142,6 +147,7 @@ def _of_responses(output: list[dict[str, Any]]) -> Said:
         if item["type"] in texts:
             texts[item["type"]] += "".join(part["text"] for part in item["content"])
     calls = [item for item in output if item["type"] == "function_call"]
+    assert [call["call_id"] for call in calls] == [f"chatcmpl-tool-{i:032}" for i in range(len(calls))]
     return (
         texts["reasoning"],
         texts["message"],

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from chat_tokenizer import InvalidMessages
 from chat_tokenizer.canonical import canonical, chain, extend, start
+from chat_tokenizer.equivalences import Equivalents, Unprinted
 from chat_tokenizer.lossless_json import MAX_DEPTH
 
 Json = dict[str, Any]
@@ -24,6 +25,10 @@ def _turn(content: object = None, **fields: object) -> Json:
 
 def _call(arguments: object, **fields: object) -> Json:
     return {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}, **fields}
+
+
+def _called(**fields: object) -> Json:
+    return _call("{}", function={"name": "f", "arguments": "{}", **fields})
 
 
 def _calls(*arguments: object) -> Json:
@@ -56,13 +61,14 @@ _NAMED_G = {"function": {"name": "g", "arguments": "{}"}}
 SAME: list[list[Json]] = [
     # content
     [{"role": "assistant"}, *_variants(_turn, "", None, [], [""], [_text("")], [_text(None)])],
+    [{"role": "user"}, *_variants(_user, None, [], [_text(None)])],
     _variants(_user, "a", ["a"], [_text("a")]),
     _variants(
         _user, "a", [_text("a", cache_control={"type": "ephemeral"})], [{"type": "input_text", "text": "a"}]
     ),
     _variants(_turn, "a", [{"type": "refusal", "refusal": "a"}], [{"type": "thinking", "thinking": "a"}]),
-    _variants(_user, "a\nb", ["a", "b"], [_text("a"), _text("b")], ["a", _text(None), "b"]),
-    _variants(_user, ["a\nb", _image("x"), "c"], ["a", "b", _image("x"), _text("c")]),
+    _variants(_user, ["a", "b"], [_text("a"), _text("b")], ["a", _text(None), "b"]),
+    _variants(_user, ["a", _image("x"), "c"], [_text("a"), _image("x"), _text("c", cache_control={})]),
     _variants(_user, [_image("x")], [_image("x", detail=None)], [{**_image("x"), "cache_control": {"x": 1}}]),
     # fields that are absent, and fields that reach no prompt
     [
@@ -91,7 +97,7 @@ SAME: list[list[Json]] = [
     _variants(_calls, _nested(MAX_DEPTH), _nested(MAX_DEPTH, " ")),
     [
         _turn(tool_calls=(_call("{}"),)),
-        _turn(tool_calls=[_call("{}", type=None, index=0)]),
+        _turn(tool_calls=[_call("{}", type=None)]),
         _turn(tool_calls=[{"id": "1", "function": {"name": "f"}}]),
     ],
     [_turn(tool_calls=[_CUSTOM]), _turn(tool_calls=[{"function": None, **_CUSTOM}])],
@@ -99,6 +105,11 @@ SAME: list[list[Json]] = [
 """Each group holds spellings of one message."""
 
 DIFFERENT: list[list[Json]] = [
+    # parts, and fields that reach the template
+    _variants(_user, "", None, "a\nb", ["a", "b"], ["a", "", "b"], ["", "a"], "a", "b"),
+    _variants(_user, "a", [_text("a", x=1)], [_text("a", x=2)], [_text("a", y=1)], [_text("a", x=None)]),
+    [_calls("{}"), *(_turn(tool_calls=[_call("{}", **{name: 0})]) for name in ("index", "x"))],
+    [_calls("{}"), *(_turn(tool_calls=[_called(**{name: 0})]) for name in ("x", "y"))],
     # text
     _variants(_user, "", "a", "a ", " a", "a\n", "A", "a\nb", "a\r\nb", "null", "[]", "é", "e\u0301"),
     _variants(_user, "\ud83d\ude00", "😀", "\ud83d", "\ude00\ud83d"),
@@ -226,11 +237,48 @@ def test_stripped_content_missing_reasoning_and_whole_floats_make_a_copy(recorde
         (_user("a"), _user("a "), False),
         ({"role": "tool", "content": "a\n"}, {"role": "tool", "content": "a"}, False),
         (_turn([" a", _image("x")]), _turn(["a", _image("x")]), False),
+        # white space may be dropped, not added or changed; U+FFFD may be added
+        (_turn("a"), _turn("a\n"), True),
+        (_turn("\na\n"), _turn("\na"), True),
+        (_turn("a", tool_calls=[_call("{}")]), _turn("\n\na\n\n", tool_calls=[_call("{}")]), True),
+        (_turn("a\ufffd"), _turn("a"), True),
+        (_turn("a"), _turn("a\n\ufffd"), True),
     ],
 )
 def test_other_edits_make_no_copy(recorded: Json, sent: Json, loose: bool) -> None:
     assert (canonical(sent).loose == canonical(recorded).loose) is loose
     assert not canonical(sent).is_copy_of(canonical(recorded))
+
+
+_UNPRINTED = Unprinted(fields=frozenset({"call", "part"}), printed=frozenset({("call", "x"), ("part", "x")}))
+_SHAPES: list[Json] = [
+    *_variants(_user, "a\nb", ["a", "b"], ["a", "", "b"], [_text("a", y=1), "b"], [_text("a", x=1), "b"]),
+    {"role": "tool", "content": "a\nb"},
+    {"role": "tool", "content": [_text("a", x=1), "b"]},
+    {"role": "tool", "content": ["a", "", "b"]},
+    _turn(tool_calls=[_called()]),
+    _turn(tool_calls=[_called(y=1)]),
+    _turn(tool_calls=[_called(x=1)]),
+]
+
+
+@pytest.mark.parametrize(
+    "unprinted, groups",
+    [
+        (Unprinted(), [*((index,) for index in range(11))]),
+        (Unprinted(content_format="openai"), [(0,), (1,), (2,), (3,), (4,), (5, 6), (7,), (8,), (9,), (10,)]),
+        (Unprinted(content_format="string"), [(0, 1, 2, 3, 4), (5, 6, 7), (8,), (9,), (10,)]),
+        (_UNPRINTED, [(0,), (1, 3), (2,), (4,), (5,), (6,), (7,), (8, 9), (10,)]),
+    ],
+)
+def test_what_a_template_does_not_get_or_print_is_ignored(
+    unprinted: Unprinted, groups: list[tuple[int, ...]]
+) -> None:
+    found: dict[bytes, tuple[int, ...]] = {}
+    for index, message in enumerate(_SHAPES):
+        strict = canonical(message, 0, Equivalents(unprinted=unprinted)).strict
+        found[strict] = (*found.get(strict, ()), index)
+    assert [*found.values()] == groups
 
 
 _CUT_OFF = '{"city": "Par'

@@ -111,6 +111,7 @@ def tokenizers() -> dict[str, ChatTokenizer]:
         "chatml": tokenizer_with(_CHATML),
         # a line feed that is a token, as in Gemma 3
         "line feed": tokenizer_with(_CHATML.replace("m.content + '<", "m.content + '\n<"), plain=["\n"]),
+        "stripped": tokenizer_with(_CHATML.replace("m.content + '<", "m.content | trim + '\n<")),
         "hermes": tokenizer_with(_HERMES, plain=tools),
         "hermes with stops": tokenizer_with(_HERMES, plain=tools, stops=["<|im_end|>", "</tool_call>"]),
         "glm": tokenizer_with(
@@ -167,6 +168,9 @@ _AFTER_TEXT: dict[str, Row] = {
     "one token for both, as length": ("both", "o", _LENGTH, "<|im_end|>", _BOTH_REST),
     "line feed, as length": (
         "line feed", "\n", _LENGTH, "\n<|im_end|>", _CHATML_REST.replace("And?", "And?\n")
+    ),
+    "line feed that the template strips, as length": (
+        "stripped", "\n", _LENGTH, "\n<|im_end|>", _CHATML_REST.replace("And?", "And?\n")
     ),
     "no close": ("glm", "<|user|>", {}, "", _GLM_USER),
     "no close, as length": ("glm", "o", _LENGTH, "", "<|user|>" + _GLM_USER),

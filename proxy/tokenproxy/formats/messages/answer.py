@@ -168,8 +168,9 @@ class MessagesTranslation(Translation):
 
     def _call_id(self, call: str, item: int) -> str:
         """The id under which the client gets a tool call, of the engine's; `item` is its index."""
-        own = call or f"toolu_{secrets.token_hex(12)}"
-        return self.tokens.call_id(own, item) if self.tokens is not None else own
+        if self.tokens is not None:
+            return self.tokens.call_id(call, item)
+        return call or f"toolu_{secrets.token_hex(12)}"
 
 
 class _Content(Blocks[bytes]):

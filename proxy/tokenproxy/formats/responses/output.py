@@ -192,7 +192,7 @@ class Output(Blocks[Event]):
         index, names = len(self.items), self._names
         if isinstance(block, Call):
             kind = "custom_tool_call" if block.name in self._tools.custom else "function_call"
-            identity = names.call(block.id, block.item) if block.id else new_id()
+            identity = names.call(block.id, block.item) or new_id()
             self._item = _Call(names.item(kind, index), index, identity, block.name, self._tools)
         else:
             encrypted = names.encrypted(index) if self._encrypted and block == "reasoning" else None

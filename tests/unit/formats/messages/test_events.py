@@ -114,8 +114,12 @@ def test_the_call_has_the_ids_of_the_engine() -> None:
     assert blocks[1]["id"] == f"call_{SIGNER.sign('', TURN, 1)}"
     unrecorded = events(chunk(tool_calls=[call(0, "look:0", "look", "{}")]), turn_id="")
     assert unrecorded[1]["content_block"]["id"] == "look:0"
-    made = events(chunk(tool_calls=[call(0, None, "look", "{}")]))[1]["content_block"]["id"]
+    made = events(chunk(tool_calls=[call(0, None, "look", "{}")]), turn_id="")[1]["content_block"]["id"]
     assert made.startswith("toolu_")
+    # an id that comes after the name is used until arguments are sent; then the id names the call of the turn
+    for begun, identity in ((None, own), ("{", f"call_{SIGNER.sign('', TURN, 0)}")):
+        pieces = call(0, None, "look", begun), call(0, own, None, "}" if begun else "{}")
+        assert events(*(chunk(tool_calls=[each]) for each in pieces))[1]["content_block"]["id"] == identity
 
 
 def _call(arguments: str | None) -> dict[str, Any]:
