@@ -136,6 +136,8 @@ class FakeVllm(FakeServer):
         These are raw ones of SmolLM2."""
         self.weight_versions: list[dict[str, Any]] | None = None
         """The spans that each choice reports if asked to, as vLLM 0.33 does; None for an earlier release."""
+        self.facts: dict[tuple[str, str], Callable[[list[int]], Any]] = {}
+        """What it reports of the ids of a choice or of a piece of one, by its name and what asks for it."""
         self.healthy = True
         self.replies: deque[Reply] = deque()
         """Scripts for the next generations, which then go as `usual`."""
@@ -254,6 +256,13 @@ class FakeVllm(FakeServer):
         if self.weight_versions is not None and body.get("return_weight_versions"):
             made = list(made) if body.get("stream") else made
             label_weights(made if isinstance(made, list) else [made], self.weight_versions)
+        asked = {name: of for (name, ask), of in self.facts.items() if body.get(ask)}
+        if asked:
+            made = list(made) if body.get("stream") else made
+            for choice in (
+                choice for part in (made if isinstance(made, list) else [made]) for choice in part["choices"]
+            ):
+                choice |= {name: of(choice.get("token_ids") or []) for name, of in asked.items()}
         if body.get("stream"):
             return await self._finish(request, reply, [*map(event_of, made), b"data: [DONE]\n\n"])
         return await self._finish(request, reply, [json.dumps(made).encode()], "application/json")

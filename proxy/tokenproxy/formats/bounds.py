@@ -5,10 +5,12 @@ their JSON. A text is only copied, so its length is bounded by the body's alone.
 of values of each field, and the bytes of those fields that are also digested value by value.
 """
 
+import re
 from collections.abc import Iterator
 
 from tokenproxy.base.errors import BodyTooLarge
-from tokenproxy.formats.prompt_fields import ALIASES, parse_with_ids, prompt_span
+from tokenproxy.base.fields import parse
+from tokenproxy.formats.prompt_fields import ALIASES
 
 CHECKED_FROM_BYTES = 2**18
 """Bytes of a body from which it is checked. Any smaller one is parsed in milliseconds."""
@@ -39,6 +41,9 @@ _WITH_IDS = frozenset(
 )
 """Fields that hold ids: their lists of numbers are not read into objects."""
 _PART = 2**18
+_PROMPT = re.compile(rb'"(?:%b)": ?\[' % "|".join(ALIASES).encode())
+_START = 65_536
+"""Bytes in which the array of ids of a large body must begin."""
 
 
 def check_bounds(body: bytes) -> None:
@@ -57,7 +62,7 @@ def check_bounds(body: bytes) -> None:
     most = max(MOST_KEYS, len(body) // BYTES_PER_KEY)
     if keys > most and sum(outside.count(b":") for outside in _outside_texts(body)) > most:
         _refuse("body", f"with {len(body)} bytes it may hold {most} keys of objects")
-    for name, raw in parse_with_ids(body).items():
+    for name, raw in parse(body).items():
         if (view := memoryview(raw)).nbytes > CHECKED_FROM_BYTES:
             _check_field(name, bytes(view))
 
@@ -79,7 +84,12 @@ def _check_field(name: str, value: bytes) -> None:
 
 
 def _parts_without_ids(body: bytes) -> Iterator[bytes]:
-    _, start, end = prompt_span(body) or ("", 0, 0)
+    """A body in parts, without the prompt's ids if a list of numbers begins near the start."""
+    start = end = 0
+    if (found := _PROMPT.search(body, 0, _START)) is not None:
+        first, last = found.end() - 1, body.find(b"]", found.end()) + 1
+        if body.find(b'"', first, last) < 0:
+            start, end = first, last
     for since, until in ((0, start), (end, len(body))):
         for first in range(since, until, _PART):
             yield body[first : min(first + _PART, until)]

@@ -20,7 +20,6 @@ from tokenproxy.formats.base import (
 from tokenproxy.formats.prompt_fields import (
     join_messages,
     media_fields,
-    parse_with_ids,
     take_append,
     take_images,
     take_prompt,
@@ -75,7 +74,7 @@ class TokensFormat(Format):
 
     def parse(self, request: Request, session: NamedSession | None) -> ChatRequest:
         """See `Format.parse`."""
-        fields = parse_with_ids(request.body)
+        fields = parse(request.body)
         if raw_value(fields, "return_token_ids") is None:
             fields["return_token_ids"] = _TRUE
         visible = visible_of(fields)

@@ -1,6 +1,5 @@
 """The request fields that hold exact ids, shared by the routes that accept them."""
 
-import re
 from typing import Any
 
 import msgspec
@@ -8,54 +7,18 @@ import msgspec
 from chat_tokenizer import InvalidIds, ids
 from chat_tokenizer.messages import image_url
 from tokenproxy.base.errors import BadRequest
-from tokenproxy.base.fields import parse, raw_value, read
+from tokenproxy.base.fields import raw_value, read
 from tokenproxy.base.request import GivenIds, media_kind
 from tokenproxy.base.types import Fields
-from tokenproxy.turn.parsing import CUT_FROM_BYTES, MARK
 
 ALIASES = ("prompt_ids", "tokens", "prompt_token_ids")
 """Names under which clients send the exact prompt."""
-_PROMPT = re.compile(rb'"(%b)": ?\[' % "|".join(ALIASES).encode())
-_START = 65_536
-"""Bytes in which the array of a large body must begin."""
-_FEW = 64
 
 
 class _Content(msgspec.Struct):
     """The part of a message that is searched for media."""
 
     content: msgspec.Raw = msgspec.Raw(b"null")
-
-
-def parse_with_ids(body: bytes) -> Fields:
-    """As `fields.parse`; faster if the body is large and holds the prompt's ids near its start.
-
-    The array is cut out, checked by itself and put back, because a JSON parser reads it one number at a time.
-    """
-    span = prompt_span(body) if len(body) >= CUT_FROM_BYTES else None
-    if span is None:
-        return parse(body)
-    name, start, end = span
-    array = body[start:end]
-    if b", " in array[:_FEW]:
-        array = array.replace(b", ", b",")
-    if not ids.count_compact(array):
-        return parse(body)
-    fields = parse(b"".join((memoryview(body)[:start], MARK, memoryview(body)[end:])))
-    if name not in fields or bytes(fields[name]) != MARK:
-        return parse(body)  # the array belongs to something inside a field
-    fields[name] = msgspec.Raw(array)
-    return fields
-
-
-def prompt_span(body: bytes) -> tuple[str, int, int] | None:
-    """The name of the prompt's ids, and start and end of their array; None if no list of numbers begins near
-    the start of a body."""
-    found = _PROMPT.search(body, 0, _START)
-    if found is None:
-        return None
-    start, end = found.end() - 1, body.find(b"]", found.end()) + 1
-    return None if body.find(b'"', start, end) >= 0 else (found[1].decode(), start, end)
 
 
 def take_prompt(fields: Fields) -> GivenIds | None:

@@ -81,7 +81,8 @@ class GenerateFormat(Format):
         """See `Format.parse`."""
         fields = parse(request.body)
         given = read(fields, "sampling_params", Fields) or {}
-        visible = visible_of(fields, logprobs=raw_value(given, "logprobs") is not None)
+        logprobs = raw_value(given, "logprobs") is not None
+        visible = visible_of(fields, logprobs=logprobs, route=EngineRoute.GENERATE)
         _apply_session(fields, session)
         sampling = read(fields, "sampling_params", Fields) or {}
         ids = raw_value(fields, _FIELD)

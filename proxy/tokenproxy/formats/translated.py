@@ -5,17 +5,19 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
+import msgspec
+
 from tokenproxy.base.errors import ApiError
-from tokenproxy.base.fields import is_null
 from tokenproxy.base.http import EVENT_HEADERS, BytesResponse, Response, is_event_stream, read_and_close
 from tokenproxy.base.types import Headers
 from tokenproxy.engine.protocol import problem_of
-from tokenproxy.engine.sse import split_events
+from tokenproxy.engine.sse import event_data, split_events
 from tokenproxy.record.completion import Completion
 from tokenproxy.record.echo import Signer, TurnTokens
 from tokenproxy.record.vocabulary import BROKEN_OFF
-from tokenproxy.turn import parsing, wire
+from tokenproxy.turn import wire
 from tokenproxy.turn.answer import StreamedAnswer
+from tokenproxy.turn.usual import UsualChunk
 
 
 class Translation(StreamedAnswer):
@@ -34,7 +36,7 @@ class Translation(StreamedAnswer):
         self._begun = self._ended = False
         self.head = wire.Completion()
         """The completion, or the first chunk."""
-        self.usage = wire.Usage()
+        self._usage: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
         self.finish: str | None = None
 
     @property
@@ -48,44 +50,50 @@ class Translation(StreamedAnswer):
         ended = self.finish not in BROKEN_OFF
         return "" if ended else f"the engine ended the turn before it was complete ({self.finish})"
 
+    @property
+    def usage(self) -> wire.Usage:
+        """The last one that the engine reported."""
+        return wire.usage_of(self._usage) or wire.Usage()
+
     def thought(self, message: dict[str, Any]) -> str:
         """The reasoning in a message, or in a piece of one, that the client gets."""
         return wire.thought_of(message) if self.reasoning else ""
 
-    def whole(self, parsed: parsing.Parsed, body: bytes, read: Completion) -> bytes:
+    def whole(self, whole: wire.Completion, body: bytes, read: Completion) -> bytes:
         """See `Answer.whole`. Raises EngineBroken."""
-        choice = (parsed.completion.choices or (wire.Choice(),))[0]
+        choice = (whole.choices or (wire.Choice(),))[0]
         choice.index = 0
-        self._read(parsed.completion, [choice])
+        self._read(whole, [choice])
         return self.message(choice)
 
-    def event(self, event: bytes, usual: wire.UsualChunk | None, parsed: parsing.Parsed | None) -> bytes:
+    def event(self, event: bytes, chunk: wire.Completion) -> bytes:
         """See `StreamedAnswer.event`. Raises EngineBroken."""
         if self._ended:
             return b""
-        choices: Sequence[wire.Choice] = ()
-        if parsed is not None:
-            chunk = parsed.completion
-            if chunk.error is not wire.ABSENT and not is_null(chunk.error):
-                problem = problem_of(parsed.json)
-                status = problem.code if isinstance(problem.code, int) and 400 <= problem.code < 600 else 500
-                return self.error_event(status, problem.message, problem.name)
-            choices = chunk.choices or ()
-            self._read(chunk, choices)
-        elif usual is not None:
-            choices = [wire.Choice(usual.choice, delta={usual.field: usual.text})]
+        if wire.is_set(chunk.error):
+            problem = problem_of(event_data(event) or b"")
+            status = problem.code if isinstance(problem.code, int) and 400 <= problem.code < 600 else 500
+            return self.error_event(status, problem.message, problem.name)
+        choices = chunk.choices or ()
+        self._read(chunk, choices)
         events = self.begin()
         for choice in choices:
             if not choice.index:
                 events += self.piece(choice)
         return events
 
+    def usual(self, event: bytes, chunk: UsualChunk) -> bytes:
+        """See `StreamedAnswer.usual`."""
+        delta = wire.Delta()
+        setattr(delta, chunk.field, chunk.text)
+        return self.event(event, wire.Completion(choices=(wire.Choice(chunk.choice, delta=delta),)))
+
     def _read(self, chunk: wire.Completion, choices: Sequence[wire.Choice]) -> None:
-        if not self.head.id:
+        if not self.head.id and chunk.id:
             self.head = chunk
-        self.usage = chunk.usage or self.usage
+        self._usage = chunk.usage or self._usage
         for choice in choices:
-            if choice.finish_reason is not None and not choice.index:
+            if choice.finish_reason and not choice.index:
                 self.finish = choice.finish_reason
 
     def begin(self) -> bytes:

@@ -27,7 +27,7 @@ from tokenproxy.formats.base import NamedSession, apply_session, chat_request
 from tokenproxy.formats.prompt_fields import checked_ids
 from tokenproxy.formats.prompts import MOST_PROMPTS
 from tokenproxy.record.completion import Completion
-from tokenproxy.turn import parsing, wire
+from tokenproxy.turn import wire
 from tokenproxy.turn.answer import Answer
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -179,7 +179,7 @@ class TrlAnswer(Answer):
 
     def __init__(self, *, logprobs: bool) -> None:
         """`logprobs`: whether the client requested log-probabilities."""
-        self.reads_tokens = logprobs
+        self.with_logprobs = logprobs
         self.prompt = msgspec.Raw()
         self.completions: list[msgspec.Raw] = []
         """The sampled ids of each completion."""
@@ -188,25 +188,25 @@ class TrlAnswer(Answer):
         self.logprob_ids: list[msgspec.Raw] = []
         """The ids that these belong to."""
 
-    def whole(self, parsed: parsing.Parsed, body: bytes, read: Completion) -> bytes:
+    def whole(self, whole: wire.Completion, body: bytes, read: Completion) -> bytes:
         """Keep a completion.
 
         Raises:
             EngineBroken: it holds no ids, or no log-probabilities although they were requested.
         """
-        completion = parsed.completion
-        self.prompt = completion.prompt_token_ids
-        if is_null(self.prompt):
+        if not whole.prompt_token_ids or is_null(whole.prompt_token_ids):
             raise EngineBroken("the engine returned no prompt ids")
-        for choice in sorted(completion.choices or (), key=lambda choice: choice.index or 0):
-            if choice.token_ids is None:
+        self.prompt = whole.prompt_token_ids
+        by_index = {choice.index or 0: choice for choice in whole.choices or ()}
+        for sampled in sorted(read.choices, key=lambda choice: choice.index):
+            if sampled.ids is None:
                 raise EngineBroken("the engine returned no completion ids")
-            self.completions.append(raw(list(choice.token_ids)))
-            if not self.reads_tokens:
+            self.completions.append(raw(list(sampled.ids)))
+            if not self.with_logprobs:
                 continue
-            logprobs = choice.logprobs
-            positions = (logprobs.content or ()) if isinstance(logprobs, wire.TokenLogprobs) else ()
-            if len(positions) != len(choice.token_ids):
+            logprobs = wire.token_logprobs_of(by_index[sampled.index].logprobs)
+            positions = (logprobs and logprobs.content) or ()
+            if len(positions) != len(sampled.ids):
                 raise EngineBroken("the engine returned other numbers of ids and of log-probabilities")
             ranked = [_ranked([position, *position.top_logprobs]) for position in positions]
             self.logprobs.append(raw([[logprob for _, logprob in top] for top in ranked]))
@@ -216,7 +216,7 @@ class TrlAnswer(Answer):
 
 def batch_answer(answers: Sequence[TrlAnswer]) -> dict[str, Any]:
     """The response to a batch."""
-    logprobs = any(answer.reads_tokens for answer in answers)
+    logprobs = any(answer.with_logprobs for answer in answers)
     ranked = [each for answer in answers for each in answer.logprob_ids]
     return {
         "prompt_ids": [answer.prompt for answer in answers],

@@ -154,6 +154,9 @@ class Metrics:
         self.store_errors = self._counter(
             "store_errors", "Times the store did not respond, or a turn could not be recorded."
         )
+        self.odd_chunks = self._counter(
+            "odd_chunks", "Chunks and whole answers with a field that is not known, which are read slowly."
+        )
         self.lost_turns = self._counter(
             "lost_turns", "Turns that were answered and never recorded, by reason.", "reason"
         )

@@ -57,11 +57,10 @@ class SampledChoice:
     """As `Turn.segments`."""
     began_anew: tuple[str, ...] = ()
     """As `Turn.began_anew`."""
-    routed_experts: str | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    """The values of facts of `EVIDENCE`, by their names; None for those that the engine did not report."""
     raw_ids: bytes = b""
     """`ids` as a compact JSON array; empty if they were not kept in this form."""
-    sampling_mask: list[list[int]] | None = None
-    """For each sampled id the ids that could be sampled there; None if the engine returned none."""
     alternatives: Alternatives = field(default_factory=list)
     """One list for each id; empty if the engine returned none."""
     unreadable: str = ""
@@ -71,10 +70,7 @@ class SampledChoice:
     `Completion.by_prompt`."""
 
 
-UNCHANGED = (
-    *("finish_reason", "stop_reason", "weight_versions", "weights_uncertain", "segments", "began_anew"),
-    "routed_experts",
-)
+UNCHANGED = ("finish_reason", "stop_reason", "weight_versions", "weights_uncertain", "segments", "began_anew")
 """The fields of a choice that its turn holds as they are."""
 
 
@@ -102,6 +98,10 @@ class Completion:
     """Number of sampled ids in all choices, as counted by the engine."""
     cached_tokens: int | None = None
     """Number of prompt ids from the engine's prefix cache; None if the engine did not tell."""
+    odd: int = field(default=0, compare=False)
+    """How many of its chunks had a shape that is not declared, and were read slowly."""
+    why_odd: str = field(default="", compare=False)
+    """What was odd about one of them."""
     packed_prompt: bytes | None = field(default=None, compare=False)
     """The ids of `prompt_ids`, packed; None if they were not converted yet."""
 

@@ -10,6 +10,7 @@ from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record.appending import Auditor
 from tokenproxy.record.cache import TurnCache
 from tokenproxy.record.claims import Pins, Tasks
+from tokenproxy.record.completion import Completion
 from tokenproxy.record.echo import Echoes
 from tokenproxy.record.encoders import EncoderPool
 from tokenproxy.record.feed import FeedWatch, IdleTime, finish_idle_later, report_consumers
@@ -23,6 +24,7 @@ log = logging.getLogger("tokenproxy")
 
 EVICTION_INTERVAL_S = 60.0
 """Seconds between two searches for rollouts that are too old."""
+_MOST_REASONS = 100
 ALMOST_FULL = 0.9
 """Share of `store_max_bytes` at which the log tells once that evictions are near."""
 _USED = 0.75
@@ -67,6 +69,7 @@ class History:
         self.feed_watch = FeedWatch(store)
         self._finish_after_s = finish_after_s
         self._told_fill = False
+        self._told_odd: set[str] = set()
 
     async def open(self) -> None:
         """Open the store. Raises StoreError."""
@@ -80,6 +83,16 @@ class History:
         if self._finish_after_s:
             idle = partial(finish_idle_later, self.store, IdleTime(self._finish_after_s))
             run_forever(idle, "idle rollouts could not be finished")
+
+    def report_odd(self, completion: Completion) -> None:
+        """Count the chunks of a completion that were read slowly; the log names each reason once."""
+        self.metrics.odd_chunks.inc(completion.odd)
+        if completion.why_odd not in self._told_odd and len(self._told_odd) < _MOST_REASONS:
+            self._told_odd.add(completion.why_odd)
+            log.warning(
+                "engines answer with something that is not known, which is read slowly and passed on: %s",
+                completion.why_odd,
+            )
 
     def forget(self, rollout: str) -> None:
         """Drop the turns of a deleted rollout from the cache, and do not record its running requests."""

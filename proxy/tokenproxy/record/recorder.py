@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from chat_tokenizer import InvalidIds, TokenizationError, ids
 from chat_tokenizer.placeholders import PlaceholdersDiffer
+from tokenproxy.base.evidence import RECORDED
 from tokenproxy.base.request import EngineRoute
 from tokenproxy.monitoring.exchange import running_exchange, span
 from tokenproxy.record.cache import CachedTurn, cached_turn, hash_ids
@@ -38,6 +39,7 @@ from tokenproxy.record.turn import (
     IndexedTurn,
     IndexEntry,
     PromptImage,
+    TellingTurn,
     Turn,
     pack_alternatives,
     pack_ids,
@@ -126,6 +128,8 @@ class Recording:
     async def _add(self, completion: Completion) -> None:
         async with self._lock:
             with span("record", {}):
+                if completion.odd:
+                    self._history.report_odd(completion)
                 try:
                     if self._before_recording is not None:
                         await self._before_recording(completion)
@@ -278,7 +282,7 @@ def _new_turn(
     hasher, count = hash_ids(parent, appended, sampled), len(choice.ids or ())
     shares = holder is not None and holder.parent == (parent.id if parent else None)
     first, own = plan.first_new if parent else 0, answer.message if answer else None
-    turn = Turn(
+    turn = TellingTurn(
         id=turn_id(plan.turn_id, choice.index),
         parent=parent.id if parent else None,
         choice=choice.index,
@@ -291,8 +295,8 @@ def _new_turn(
         alternatives=pack_alternatives(choice.alternatives) if 0 < len(choice.alternatives) == count else b"",
         prompt_tokens=len(appended) // 4 + (parent.count if parent else 0),
         **{name: getattr(choice, name) for name in UNCHANGED},
-        routed_experts_start=request.routed_experts_start if choice.routed_experts else 0,
-        sampling_mask=_pack_mask(choice.sampling_mask, count),
+        **{fact.name: fact.packed(choice.facts.get(fact.name), count) for fact in RECORDED},
+        routed_experts_start=request.routed_experts_start if choice.facts.get("routed_experts") else 0,
         spelling_before=history.strict_before(len(history.messages)),
         spelling=own.strict if own and findable else b"",
         reasonings=(*history.ignored(first), own.ignored if own else b""),
@@ -366,10 +370,3 @@ def _appended(completion: Completion, parent: CachedTurn | None, prompt: bytes) 
         return ids.pack(prompt) if len(prompt) > len("[]") else b""
     tail = prompt[parent.size - 1 :]  # `,7,8]`, or `]` alone
     return ids.pack(b"[" + tail.removeprefix(b",")) if len(tail) > 1 else b""
-
-
-def _pack_mask(mask: list[list[int]] | None, count: int) -> tuple[bytes, bytes] | None:
-    """Pack a sampling mask; None if there is none, or not one set of ids for each of `count` sampled ids."""
-    if mask is None or len(mask) != count:
-        return None
-    return pack_ids([len(kept) for kept in mask]), pack_ids([each for kept in mask for each in kept])

@@ -13,10 +13,11 @@ import sys
 import time
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
+from tokenproxy.base.evidence import RECORDED, with_facts
 from tokenproxy.base.images import Image
 from tokenproxy.record.vocabulary import ABORTED
 
@@ -145,13 +146,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """If the turn was resumed, what was sampled where; an empty one stands for ids that were dropped."""
     began_anew: tuple[str, ...] = ()
     """Fields of the request, such as `presence_penalty`, that took no note of the segments before."""
-    routed_experts: str | None = None
-    """As the engine returned it (base64 of an .npy array)."""
     routed_experts_start: int = 0
     """The position in the prompt of the id that the first row of `routed_experts` belongs to."""
-    sampling_mask: tuple[bytes, bytes] | None = None
-    """Packed: for each completion id the number of ids that could be sampled there, and these ids one after
-    the other; None if the engine returned none."""
     request_class: str = ""
     """What the client sent the request for, as its headers say: see `Origin`."""
     agent: str = ""
@@ -184,6 +180,13 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def completion_tokens(self) -> int:
         """Number of sampled ids."""
         return len(self.completion) // 4
+
+
+if TYPE_CHECKING:
+    TellingTurn = Turn
+else:
+    TellingTurn = with_facts(Turn, RECORDED, lambda fact: fact.stored.kind, None)
+    """A turn with the facts of `EVIDENCE`, each by its name; None for what the engine did not report."""
 
 
 FOUND_AT_MOST = 16

@@ -18,12 +18,13 @@ continue are in the samples too, with a mask of 0; turns that no selected one co
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, pairwise, zip_longest
-from typing import Any, Literal, NamedTuple
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
+from tokenproxy.base.evidence import RECORDED, with_facts
 from tokenproxy.record.store import Session
 from tokenproxy.record.turn import Segment, Turn, WeightSpan, unpack_ids, unpack_logprobs
 from tokenproxy.samples.chains import links_of
@@ -95,12 +96,8 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     """Of a turn that was resumed: where its ids were sampled, in coordinates of `completion_ids`."""
     began_anew: tuple[str, ...] = ()
     """As `Turn.began_anew`."""
-    routed_experts: str | None = None
-    """As the engine returned it for this turn (base64 of an .npy array)."""
     routed_experts_start: int = 0
     """The position in the turn's prompt of the id that the first row of `routed_experts` belongs to."""
-    sampling_mask: list[list[int]] | None = None
-    """For each sampled id the ids that could be sampled there; None if the engine returned none."""
     request_class: str = ""
     """What the client sent the request for: see `tokenproxy.samples.classes`. Empty if unknown."""
     agent: str = ""
@@ -111,9 +108,16 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     """The client's name for the model, if that is another one than the model's own."""
 
 
+if TYPE_CHECKING:
+    TellingSpan = TurnSpan
+else:
+    TellingSpan = with_facts(TurnSpan, RECORDED, lambda fact: fact.kind | None, None)
+    """A span with the facts of `EVIDENCE`, each by its name; null for what the engine did not report."""
+
+
 UNCHANGED = (
     *("source", "reason", "finish_reason", "stop_reason", "temperature", "logprobs_mode"),
-    *("logprobs_without", "weights_uncertain", "routed_experts", "routed_experts_start"),
+    *("logprobs_without", "weights_uncertain", "routed_experts_start"),
     *("agent", "parent_agent", "requested_model", "began_anew", "off_policy", "after_finish"),
 )
 """The fields of a turn that its span holds as they are."""
@@ -162,7 +166,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """Log-probabilities (natural logarithm) of sampled ids, None on appended ones; [c]."""
     logprobs_mode: str
     """The `logprobs_mode` of all turns; empty if it is unknown, or if the turns differ: see theirs."""
-    turns: list[TurnSpan]
+    turns: list[TellingSpan]
     """In the order they were sampled; at least one."""
     finish_reason: str | None
     """Of the last turn."""
@@ -364,7 +368,7 @@ class _Rollout:
         return joined
 
     def _span(self, turn: Turn, start: int, answer: int | None, *, trained: bool) -> TurnSpan:
-        return TurnSpan(
+        return TellingSpan(
             id=turn.id,
             start=start,
             end=start + turn.completion_tokens,
@@ -378,15 +382,7 @@ class _Rollout:
             segments=[
                 replace(each, start=start + each.start, end=start + each.end) for each in turn.segments
             ],
-            sampling_mask=_mask(turn),
             request_class=self.classes[turn.id],
             **{name: getattr(turn, name) for name in UNCHANGED},
+            **{fact.name: fact.unpacked(getattr(turn, fact.name, None)) for fact in RECORDED},
         )
-
-
-def _mask(turn: Turn) -> list[list[int]] | None:
-    """The sampling mask of a turn; None if there is none."""
-    if turn.sampling_mask is None:
-        return None
-    counts, kept = map(unpack_ids, turn.sampling_mask)
-    return [kept[start:end] for start, end in pairwise(accumulate(counts, initial=0))]

@@ -12,8 +12,9 @@ from itertools import chain
 import msgspec
 from msgspec.structs import replace
 
+from tokenproxy.base.evidence import RECORDED
 from tokenproxy.record.store import DAMAGED, RecordDamaged, Unreadable
-from tokenproxy.record.turn import OF_PROMPT, IndexedTurn, IndexEntry, Turn
+from tokenproxy.record.turn import OF_PROMPT, IndexedTurn, IndexEntry, TellingTurn, Turn
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -28,7 +29,7 @@ _ON_THREAD_BYTES = 65_536
 """Bytes from which a thread compresses. Fewer take less than 0.15 ms; handing them over takes up to 0.1."""
 _LEVEL = 1
 """Text and ids take 30 % of their bytes, in 0.6 ms for 256 KB. Level 3 takes 28 %, and 0.8 ms."""
-_TURN = msgspec.msgpack.Decoder(Turn)
+_TURN = msgspec.msgpack.Decoder(TellingTurn)
 
 
 async def pack_turns(turns: Sequence[IndexedTurn]) -> list[bytes]:
@@ -57,9 +58,10 @@ def _unpack_turn(name: str, packed: bytes) -> Turn:
     turn = _TURN.decode(_decompress(packed) if packed[:1] == _FRAME else packed)
     if turn.id != name:
         raise ValueError(f"it holds the turn {turn.id!r}")
-    arrays = (turn.appended, turn.completion, turn.logprobs, *(turn.sampling_mask or ()))
-    if any(len(each) % 4 for each in arrays):
+    if any(len(each) % 4 for each in (turn.appended, turn.completion, turn.logprobs)):
         raise ValueError("its ids or log-probabilities are cut off")
+    for fact in RECORDED:
+        fact.unpacked(getattr(turn, fact.name))
     return turn
 
 

@@ -9,23 +9,25 @@ import logging
 import re
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable
 from itertools import islice
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from tokenproxy.base.errors import ApiError
-from tokenproxy.base.fields import NULL, is_null, raw, raw_value
+from tokenproxy.base.fields import NULL, raw
 from tokenproxy.base.http import EVENT_HEADERS, JSON_HEADERS, BytesResponse, Response, StreamResponse
 from tokenproxy.base.request import ChatRequest, EngineRoute, GivenIds, Visible
-from tokenproxy.base.types import Fields
 from tokenproxy.engine.sse import DONE, data_event, event_data, replace_data
-from tokenproxy.record.completion import Completion
+from tokenproxy.record.completion import Completion as Recorded
 from tokenproxy.record.turn import new_id
-from tokenproxy.turn import parsing
-from tokenproxy.turn.parsing import LOGPROBS_MARK, Parsed
+from tokenproxy.turn.lenient import read_fields
+from tokenproxy.turn.parsing import OddChoice, OddCompletion, OddDelta, encode, parse
 from tokenproxy.turn.required_prefix import with_ids
-from tokenproxy.turn.wire import REFUSALS, UsualChunk, calls_of
+from tokenproxy.turn.usual import UsualChunk
+from tokenproxy.turn.wire import Choice, Completion, Delta, calls_of, is_set
 
 log = logging.getLogger("tokenproxy")
 
@@ -37,37 +39,35 @@ _IDS_IN_CHOICE = {
     EngineRoute.GENERATE: (),
 }
 """The fields of a choice that hold ids which clients may request; generate always returns the sampled ids."""
-_WEIGHTS, _QUOTED_WEIGHTS = "weight_versions", b'"weight_versions"'
-_OF_PROMPT = (_PROMPT, "mm_placeholders")
-"""Fields of a response of generate that `return_token_ids` requests."""
+_IDS_IN_COMPLETION = {
+    EngineRoute.CHAT: (_PROMPT,),
+    EngineRoute.COMPLETIONS: (_PROMPT,),
+    EngineRoute.GENERATE: (_PROMPT, "mm_placeholders"),
+}
+"""The same fields of a completion or chunk."""
 _TOKEN_ID, _TOKEN = re.compile(rb'"token_id":\s*(\d+)'), re.compile(rb'"token":\s*"token_id:(\d+)"')
 _BOTH = rb'"token":"token_id:\1","token_id":\1'
 _MOST_CHOICES = 4096
 """Of a final answer: no engine has checked how many the request wants."""
-_REASONING = frozenset({"reasoning", "reasoning_content"})
-
-_decode_object = msgspec.json.Decoder(Fields).decode
-_decode_objects = msgspec.json.Decoder(list[Fields]).decode
+_REASONING = ("reasoning", "reasoning_content")
+_OF_DELTA = Delta.__struct_fields__
+_WITHOUT_REASONING = tuple(name for name in _OF_DELTA if name not in _REASONING)
 
 
 class Answer(ABC):
     """Writes one response, from one completion."""
 
-    reads_tokens = False
-    """Whether it needs the tokens of log-probabilities."""
     turn_id = ""
     """The id of the turn, set before anything is read; empty for a turn that is not recorded."""
     shows_all = False
     """Whether the client gets what the engine sends as it is."""
-    hides_weights = False
-    """Whether choices report weights that only the proxy asked for; set before anything is read."""
 
     @abstractmethod
-    def whole(self, parsed: Parsed, body: bytes, read: Completion) -> bytes:
-        """The body for a whole completion.
+    def whole(self, whole: Completion, body: bytes, read: Recorded) -> bytes:
+        """The body for a whole completion, which may be changed in place.
 
         Args:
-            parsed: the completion, of which `body` is the JSON.
+            body: the JSON of the completion.
             read: what was read of it for the record.
         """
 
@@ -79,14 +79,17 @@ class StreamedAnswer(Answer):
     """Writes one response, from one completion or from chunks and then their end."""
 
     @abstractmethod
-    def event(self, event: bytes, usual: UsualChunk | None, parsed: Parsed | None) -> bytes | None:
+    def event(self, event: bytes, chunk: Completion) -> bytes | None:
         """The events for the next event of the engine; None or empty if there are none.
 
         Args:
             event: one with data.
-            usual: its chunk, if that has the usual shape.
-            parsed: its chunk, if that had to be parsed.
+            chunk: its chunk, which may be changed in place.
         """
+
+    def usual(self, event: bytes, chunk: UsualChunk) -> bytes | None:
+        """As `event`, for a chunk that was not parsed."""
+        return self.event(event, parse(event_data(event) or b""))
 
     @abstractmethod
     def end(self) -> bytes:
@@ -104,123 +107,101 @@ class Redactor(StreamedAnswer):
         self._visible = visible
         self.shows_all = visible.every_chunk
         self._route = route
+        self._evidence = visible.ids or visible.logprobs
         self._names_tokens = route is EngineRoute.GENERATE and visible.logprobs
+        self._hidden_of_all = () if visible.ids else _IDS_IN_COMPLETION[route]
+        """Fields that are null for the client."""
+        self._hidden = (
+            *(() if visible.ids else _IDS_IN_CHOICE[route]),
+            *(() if visible.logprobs else ("logprobs",)),
+            *visible.hidden,
+        )
+        """The same of a choice."""
         self._named: set[tuple[int, int, str]] = set()
         """Choices and positions of the calls whose id or name the client got, with the name of that field."""
 
-    def whole(self, parsed: Parsed, body: bytes, read: Completion) -> bytes:
+    def whole(self, whole: Completion, body: bytes, read: Recorded) -> bytes:
         """See `Answer.whole`."""
-        visible = self._visible
-        if visible.everything and not visible.on_messages and not self._holds_hidden_weights(body):
+        visible, choices = self._visible, whole.choices or ()
+        if visible.everything and not visible.on_messages and not self._holds_hidden(choices):
             return self._with_both_names(body)
-        fields = _decoded(parsed)
-        choices = _choices(fields)
-        if self._route is EngineRoute.GENERATE and not visible.ids:
-            fields |= {name: _NULL for name in _OF_PROMPT if name in fields}
         if visible.on_messages and read.prompt_ids is not None:
-            for choice, sampled in zip(choices or (), read.choices, strict=False):
-                message = _object(raw_value(choice, "message") or NULL) if isinstance(choice, dict) else None
-                if isinstance(message, dict):
-                    choice["message"] = raw(with_ids(message, read.prompt_ids, sampled))
-        return self._redacted(fields, choices, parsed)
+            for choice, sampled in zip(choices, read.choices, strict=False):
+                if choice.message:
+                    choice.message = raw(
+                        with_ids(read_fields(bytes(choice.message)) or {}, read.prompt_ids, sampled)
+                    )
+        return self._redacted(whole, choices)
 
-    def event(self, event: bytes, usual: UsualChunk | None, parsed: Parsed | None) -> bytes | None:
-        """See `StreamedAnswer.event`. Raises EngineBroken if its data is not a JSON object."""
-        if parsed is not None and b'"tool_calls"' in event:
-            event, parsed = self._named_once(event, parsed)
-        if self.shows_all and not self._holds_hidden_weights(event):
+    def event(self, event: bytes, chunk: Completion) -> bytes | None:
+        """See `StreamedAnswer.event`."""
+        choices, visible = chunk.choices or (), self._visible
+        changed = sum(map(self._name_once, choices)) > 0
+        if self.shows_all and not (changed or self._holds_hidden(choices)):
             return self._with_both_names(event)
-        if usual is not None and (redacted := usual.redacted(self._visible)) is not None:
-            return redacted
-        shown = self.chunk(parsed or parsing.parse(event_data(event) or b""))
-        return None if shown is None else replace_data(event, shown)
-
-    def _named_once(self, event: bytes, parsed: Parsed) -> tuple[bytes, Parsed]:
-        """A chunk without the ids and names that earlier pieces of its calls had: SDKs concatenate them."""
-        repeats, parts = False, parsed.completion.choices or ()
-        for part in parts:
-            pieces = calls_of(part.said)
-            calls = [call for call in part.said["tool_calls"] if isinstance(call, dict)] if pieces else ()
-            for piece, call in zip(pieces, calls, strict=True):
-                for holder, name in ((call, "id"), (call.get("function"), "name")):
-                    if not isinstance(holder, dict) or not holder.get(name):
-                        continue
-                    key = (part.index or 0, piece.position, name)
-                    if key in self._named:
-                        del holder[name]
-                        repeats = True
-                    self._named.add(key)
-        if not repeats:
-            return event, parsed
-        fields = _decoded(parsed)
-        if parsed.prompt is not None:
-            fields[_PROMPT] = msgspec.Raw(parsed.prompt)
-        choices = [each for each in _choices(fields) or () if isinstance(each, dict)]
-        shown = [each | {"delta": raw(part.said)} for each, part in zip(choices, parts, strict=True)]
-        data = msgspec.json.encode({**fields, "choices": shown})
-        return replace_data(event, data), msgspec.structs.replace(parsed, json=data)
-
-    def chunk(self, parsed: Parsed) -> bytes | None:
-        """A chunk of any shape with the fields that the client requested; None if it holds none of them."""
-        fields = _decoded(parsed)
-        choices = _choices(fields)
-        if raw_value(fields, "error") is None and choices is not None and not self._shows(choices):
+        if not (self.shows_all or self._shows(chunk, choices)):
             return None
-        if choices and not self._visible.running_usage:
-            fields.pop("usage", None)
-        if self._route is EngineRoute.GENERATE and choices:
-            fields.setdefault("usage", _NULL)
-            if not self._visible.ids:
-                for name in _OF_PROMPT:
-                    fields.pop(name, None)
-        return self._redacted(fields, choices, parsed)
+        if choices and not visible.running_usage:
+            chunk.usage = UNSET
+        if choices and self._route is EngineRoute.GENERATE:
+            if not chunk.usage:
+                chunk.usage = _NULL
+            if not visible.ids:
+                chunk.prompt_token_ids = chunk.mm_placeholders = UNSET
+        return replace_data(event, self._redacted(chunk, choices))
+
+    def usual(self, event: bytes, chunk: UsualChunk) -> bytes | None:
+        """See `StreamedAnswer.usual`."""
+        return event if self.shows_all else chunk.redacted(self._visible) or super().usual(event, chunk)
+
+    def _name_once(self, choice: Choice) -> bool:
+        """Remove ids and names that earlier pieces of a call had: SDKs concatenate them. Returns whether it
+        did."""
+        removed, calls = False, (choice.delta and choice.delta.tool_calls) or ()
+        for piece, call in zip(calls_of({"tool_calls": calls}), calls, strict=True):
+            for holder, name in ((call, "id"), (call.get("function"), "name")):
+                if not isinstance(holder, dict) or not holder.get(name):
+                    continue
+                key = (choice.index or 0, piece.position, name)
+                if key in self._named:
+                    del holder[name]
+                    removed = True
+                self._named.add(key)
+        return removed
 
     def end(self) -> bytes:
         """See `StreamedAnswer.end`."""
         return data_event(DONE)
 
-    def _holds_hidden_weights(self, body: bytes) -> bool:
-        return self.hides_weights and _QUOTED_WEIGHTS in body
+    def _holds_hidden(self, choices: Iterable[Choice]) -> bool:
+        hidden = self._visible.hidden
+        return any(getattr(choice, name) for choice in choices for name in hidden)
 
-    def _shows(self, choices: list[Any]) -> bool:
+    def _shows(self, chunk: Completion, choices: Collection[Choice]) -> bool:
         """Whether a chunk holds anything that the client requested."""
+        if (chunk.error and is_set(chunk.error)) or (
+            isinstance(chunk, OddCompletion) and "choices" in chunk.more
+        ):
+            return True
         if not choices:
             return self._visible.usage
-        if self._route is not EngineRoute.CHAT:
-            return True  # these routes send no chunk only for evidence
-        evidence = self._visible.ids or self._visible.logprobs
-        return evidence or any(_holds_more(choice, self._visible.reasoning) for choice in choices)
+        if self._evidence or self._route is not EngineRoute.CHAT:
+            return True  # the other routes send no chunk only for evidence
+        reasoning = self._visible.reasoning
+        return any(_says(choice, reasoning) for choice in choices)
 
-    def _redacted(self, fields: Fields, choices: list[Any] | None, parsed: Parsed) -> bytes:
-        """A completion or chunk as JSON with the fields that the client requested.
-
-        Args:
-            choices: its parsed choices; None if they have an odd shape.
-        """
-        ids, logprobs = self._visible.ids, self._visible.logprobs
-        if _PROMPT in fields and not ids:
-            fields[_PROMPT] = _NULL
-        elif parsed.prompt is not None:
-            fields[_PROMPT] = msgspec.Raw(parsed.prompt)
-        if not choices:
-            return self._with_both_names(msgspec.json.encode(fields))
+    def _redacted(self, completion: Completion, choices: Iterable[Choice]) -> bytes:
+        """A completion or chunk as JSON with the fields that the client requested."""
+        for name in self._hidden_of_all:
+            if getattr(completion, name):
+                setattr(completion, name, _NULL)
         for choice in choices:
-            if not isinstance(choice, dict):
-                continue
-            if not ids:
-                choice |= {name: _NULL for name in _IDS_IN_CHOICE[self._route] if name in choice}
-            elif parsed.ids is not None:
-                choice["token_ids"] = msgspec.Raw(parsed.ids)
-            if not logprobs and "logprobs" in choice:
-                choice["logprobs"] = _NULL
-            elif parsed.logprobs is not None:
-                marked = bytes(choice["logprobs"])
-                choice["logprobs"] = msgspec.Raw(marked.replace(LOGPROBS_MARK, parsed.logprobs, 1))
-            if self.hides_weights and _WEIGHTS in choice:
-                choice[_WEIGHTS] = _NULL
+            for name in self._hidden:
+                if getattr(choice, name):
+                    setattr(choice, name, _NULL)
             if not self._visible.reasoning:
                 _hide_reasoning(choice)
-        return self._with_both_names(msgspec.json.encode({**fields, "choices": choices}))
+        return self._with_both_names(encode(completion))
 
     def _with_both_names(self, shown: bytes) -> bytes:
         """A response of generate whose log-probabilities name each token as all releases of vLLM do.
@@ -233,27 +214,25 @@ class Redactor(StreamedAnswer):
         return (_TOKEN_ID if new else _TOKEN).sub(_BOTH, shown)
 
 
-def _holds_more(choice: Fields | msgspec.Raw, reasoning: bool) -> bool:
+def _says(choice: Choice, reasoning: bool) -> bool:
     """Whether a piece of a choice holds fields other than evidence."""
-    if isinstance(choice, msgspec.Raw) or raw_value(choice, "finish_reason") is not None:
+    if choice.finish_reason:
         return True
-    delta = raw_value(choice, "delta") or b"{}"
-    if reasoning:
-        return delta.strip(b"{} \t\r\n") != b""
-    fields = _object(delta)
-    return bool(fields.keys() - _REASONING) if isinstance(fields, dict) else True
+    if not (delta := choice.delta):
+        return isinstance(choice, OddChoice) and "delta" in choice.more
+    if delta.content is not UNSET:
+        return True
+    names = _OF_DELTA if reasoning else _WITHOUT_REASONING
+    return isinstance(delta, OddDelta) or any(getattr(delta, name) is not UNSET for name in names)
 
 
-def _hide_reasoning(choice: dict[str, Any]) -> None:
-    for name in ("message", "delta"):
-        data = raw_value(choice, name)
-        message = None if data is None else _object(data)
-        if not isinstance(message, dict):
-            continue
-        hidden = {key: _NULL if key in _REASONING else value for key, value in message.items()}
-        if name == "delta":  # a delta holds only the fields that change
-            hidden = {key: value for key, value in hidden.items() if not is_null(value)}
-        choice[name] = hidden
+def _hide_reasoning(choice: Choice) -> None:
+    if choice.message and (message := read_fields(bytes(choice.message))) is not None:
+        choice.message = raw(message | {name: _NULL for name in _REASONING if name in message})
+    if delta := choice.delta:
+        for name in _OF_DELTA:  # a delta holds only the fields that change
+            if name in _REASONING or getattr(delta, name) is None:
+                setattr(delta, name, UNSET)
 
 
 # --- the answer to a request whose session has reached a limit: a final message that no engine sampled
@@ -283,14 +262,14 @@ async def limit_answer(request: ChatRequest, answer: Answer) -> Response:
     told = [(b"x-session-limit", limit.encode()), (b"x-session-id", name.encode())]
     if not request.stream or not isinstance(answer, StreamedAnswer):
         body = msgspec.json.encode(_final(request, "message"))
-        shown = answer.whole(parsing.parse(body, tokens=answer.reads_tokens), body, Completion())
+        shown = answer.whole(parse(body), body, Recorded())
         if stored:
             await answer.settle()
         return BytesResponse(200, [*JSON_HEADERS, *told], shown)
     chunk, shown = _final(request, "delta"), b""
     for part in (chunk, {**chunk, "choices": []}):
         data = msgspec.json.encode(part)
-        shown += answer.event(data_event(data), None, parsing.parse(data, tokens=answer.reads_tokens)) or b""
+        shown += answer.event(data_event(data), parse(data)) or b""
     shown += answer.end()
     if stored:
         await answer.settle()
@@ -335,38 +314,3 @@ def _final_choice(request: ChatRequest, message: str, prompt: GivenIds | None) -
 def _ids(given: GivenIds | None) -> msgspec.Raw:
     """The ids of a prompt as the client sent them; none for a text or messages."""
     return msgspec.Raw(given.raw if given else b"[]")
-
-
-# --- parsing
-
-
-def _decoded(parsed: Parsed) -> Fields:
-    """The fields of a completion or chunk. Raises EngineBroken."""
-    fields = _object(parsed.json)
-    if not isinstance(fields, dict):
-        raise parsing.no_completion()
-    return fields
-
-
-def _choices(fields: Fields) -> list[Any] | None:
-    """The fields of each choice, or its bytes if it is not an object. None if the choices are not a list."""
-    data = raw_value(fields, "choices") or b"[]"
-    try:
-        return _decode_objects(data)
-    except REFUSALS:
-        choices = parsing.parse_leniently(data)
-        return [_fields(choice) for choice in choices] if isinstance(choices, list) else None
-
-
-def _object(data: bytes) -> Fields | msgspec.Raw:
-    """The fields of an object, each still JSON; for another value, its JSON."""
-    try:
-        return _decode_object(data)
-    except REFUSALS:
-        return _fields(parsing.parse_leniently(data))
-
-
-def _fields(value: Any) -> Fields | msgspec.Raw:
-    if not isinstance(value, dict):
-        return parsing.dump(value)
-    return {name: parsing.dump(item) for name, item in value.items()}

@@ -8,37 +8,47 @@ Law: evidence can never fail the response. Ids and log-probabilities of an unkno
 
 from collections.abc import MutableSequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
+import msgspec
+from msgspec import UNSET, UnsetType
+
 from chat_tokenizer import InvalidIds, ids
-from tokenproxy.base.fields import NULL, is_null
+from tokenproxy.base.evidence import EVIDENCE, WEIGHTS
+from tokenproxy.base.fields import NULL
 from tokenproxy.record.completion import Batch, Completion, SampledChoice
-from tokenproxy.record.turn import WeightSpan
+from tokenproxy.record.turn import WeightSpan, ids_array
 from tokenproxy.record.vocabulary import ABORTED
 from tokenproxy.turn import wire
-from tokenproxy.turn.parsing import Parsed
+from tokenproxy.turn.lenient import REFUSALS
+from tokenproxy.turn.parsing import OddChoice, OddCompletion, OddDelta
 from tokenproxy.turn.rest import Rest
+from tokenproxy.turn.usual import UsualChunk
 
-_TEXTS = frozenset({"content", "reasoning", "reasoning_content", "refusal"})
-"""Fields of a message whose text a stream sends in pieces."""
+_Raw = msgspec.Raw | UnsetType
+_OTHER_TEXTS = ("reasoning", "reasoning_content", "refusal")
+"""Fields of a message, besides its content, whose text a stream sends in pieces."""
 _SAMPLED = ("content", "reasoning", "reasoning_content", "tool_calls")
 """Fields of a message that show that something was sampled."""
+_SAID = frozenset({"message", "delta", "text"})
+_facts_of = attrgetter(*[fact.name for fact in EVIDENCE])
+_NO_FACTS = (UNSET,) * len(EVIDENCE)
+_ARRAY_FROM_BYTES = 1024
+"""Bytes of an array of ids from which it is converted without objects for ids."""
 
 
-def read_completion(parsed: Parsed, sent: bytes = b"", batch: Batch | None = None) -> Completion:
+def read_completion(whole: wire.Completion, sent: bytes = b"", batch: Batch | None = None) -> Completion:
     """Read the sampled choices of a whole completion; an error in its place has none.
 
     Args:
         sent, batch: see `CompletionReader`.
     """
-    whole = parsed.completion
     reader = CompletionReader(len(whole.choices or ()), sent, batch)
     reader.read(whole)
     completion = reader.rest()
-    if whole.usage is not None:
-        completion.completion_tokens = whole.usage.completion_tokens
-    if parsed.ids is not None and completion.choices:
-        completion.choices[0].raw_ids = parsed.ids
+    if (usage := wire.usage_of(whole.usage)) is not None:
+        completion.completion_tokens = usage.completion_tokens
     return completion
 
 
@@ -64,6 +74,22 @@ class _Echo:
             self.ids = echo
         except InvalidIds:
             self.unreadable = "prompt_token_ids"
+
+
+def holds_more(choice: wire.Choice) -> bool:
+    """Whether a piece of a choice holds more than its end."""
+    held = wire.is_set(choice.token_ids) and bytes(choice.token_ids or b"") != b"[]"
+    return held or bool(choice.delta and choice.delta.sampled) or _facts_of(choice) != _NO_FACTS
+
+
+def _says(choice: wire.Choice) -> bool:
+    """Whether a piece says something that was sampled."""
+    if delta := choice.delta:
+        return delta.sampled or (isinstance(delta, OddDelta) and bool(delta.more))
+    if choice.message:
+        message = wire.message_of(choice.message)
+        return any(value for name, value in message.items() if name != "role")
+    return bool(choice.text) or (isinstance(choice, OddChoice) and bool(_SAID & choice.more.keys()))
 
 
 class CompletionReader:
@@ -92,33 +118,37 @@ class CompletionReader:
         """How many choices have ended."""
         self._choices: dict[int, _Sampled] = {}
         self._cached_tokens: int | None = None
+        self._odd, self._why_odd = 0, ""
         self._echoes = [_Echo(sent)] if batch is None else [_Echo(prompt) for prompt in batch.prompts]
 
-    def add(self, usual: wire.UsualChunk) -> bool:
+    def add(self, usual: UsualChunk) -> bool:
         """Add a chunk of the usual shape. Returns False if it must be parsed and read."""
         streamed = self._choices.get(usual.choice)
         if streamed is None or streamed.closed or not usual.field:
             return False
+        streamed.texts.setdefault(usual.field, []).append(usual.text)
         if streamed.ids is None:
             streamed.ids = []
+        streamed.ids.append(usual.token_id)
         if streamed.logprobs is None:
             streamed.logprobs = []
-        streamed.texts.setdefault(usual.field, []).append(usual.text)
-        streamed.ids.append(usual.token_id)
         streamed.logprobs.append(usual.logprob)
         streamed.usage = usual.usage
         return True
 
     def read(self, chunk: wire.Completion) -> None:
         """Add a chunk. An error of the engine is skipped."""
-        if chunk.error is not wire.ABSENT and not is_null(chunk.error):
+        if chunk.error and wire.is_set(chunk.error):
             self.failed = True
             return
-        choices, usage = chunk.choices or (), chunk.usage
-        if self.batch is None and chunk.prompt_token_ids is not wire.ABSENT:
+        if isinstance(chunk, OddCompletion):
+            self._odd += 1
+            self._why_odd = chunk.why
+        choices = chunk.choices or ()
+        if chunk.prompt_token_ids and self.batch is None:
             self._echoes[0].read(bytes(chunk.prompt_token_ids))
-        if usage is not None and self.batch is None and usage.cached_tokens is not None:
-            self._cached_tokens = usage.cached_tokens
+        if chunk.usage and self.batch is None:
+            self._read_cached(chunk.usage)
         self.usage_read |= not choices and self.complete
         alone = len(choices) == 1
         sure = alone or len({choice.index or 0 for choice in choices}) == len(choices)
@@ -130,16 +160,21 @@ class CompletionReader:
             if streamed.closed:
                 continue
             streamed.add(choice)
-            if self.batch is not None and choice.prompt_token_ids is not wire.ABSENT:
-                self._echo_of(index).read(bytes(choice.prompt_token_ids))
-            if not sure or (choice.index is None and self._expected > 1):
+            if not sure or (choice.index.__class__ is not int and self._expected > 1):
                 streamed.mark("index")
-            if alone and usage is not None and usage.completion_tokens is not None:
-                streamed.sampled.counted, streamed.usage = usage.completion_tokens, None
+            if self.batch is not None and choice.prompt_token_ids:
+                self._echo_of(index).read(bytes(choice.prompt_token_ids))
+            if alone and chunk.usage:
+                streamed.usage = chunk.usage
             if choice.finish_reason:
                 streamed.closed = True
                 self.ended.append(streamed)
                 self._closed += 1
+
+    def _read_cached(self, usage: msgspec.Raw) -> None:
+        told = wire.usage_of(usage)
+        if told is not None and told.cached_tokens is not None:
+            self._cached_tokens = told.cached_tokens
 
     def progress(self) -> dict[int, int] | None:
         """Number of sampled ids that arrived, by the index of the choice; None if some came without ids."""
@@ -186,6 +221,7 @@ class CompletionReader:
         """
         new, self.ended = self.ended, []
         completion = Completion(cached_tokens=None if self.batch else self._cached_tokens)
+        completion.odd, completion.why_odd, self._odd = self._odd, self._why_odd, 0
         if self.batch is None:
             (echo,) = self._echoes
             completion.prompt_ids, completion.packed_prompt = echo.ids, echo.packed
@@ -209,8 +245,8 @@ class _Sampled:
     sampled: SampledChoice
     closed: bool = False
     """Whether it takes no more pieces, because it ended or was returned."""
-    usage: bytes | None = None
-    """The tokens so far, from a later chunk than `sampled.counted`."""
+    usage: bytes | _Raw = UNSET
+    """The tokens so far."""
     ids: MutableSequence[int] | None = None
     logprobs: MutableSequence[float] | None = None
     without_ids: bool = False
@@ -220,43 +256,79 @@ class _Sampled:
     """Its message, if that came in one piece."""
     _unreadable: tuple[str, ...] = ()
     _calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _facts: dict[str, list[msgspec.Raw]] = field(default_factory=dict)
+    """The pieces of each fact of `EVIDENCE`."""
 
     def add(self, choice: wire.Choice) -> None:
         """Append a piece, as the OpenAI SDKs do."""
-        delta, sampled = choice.said, self.sampled
-        if choice.message is not None:
-            self._whole = choice.message
-        else:
-            for name, value in delta.items():
-                if name in _TEXTS and isinstance(value, str):
-                    self.texts.setdefault(name, []).append(value)
-            for call in wire.calls_of(delta):
+        if choice.delta:
+            self._add_delta(choice.delta)
+        elif wire.is_set(choice.message):
+            self._whole = wire.message_of(choice.message)
+        elif isinstance(choice.text, str):
+            self.texts.setdefault("content", []).append(choice.text)
+        self._add_ids(choice)
+        if choice.logprobs:
+            self._add_logprobs(choice.logprobs)
+        if choice.finish_reason:
+            self.sampled.finish_reason = choice.finish_reason
+        if choice.stop_reason and (reason := wire.stop_reason_of(choice)) is not None:
+            self.sampled.stop_reason = reason
+        if (told := _facts_of(choice)) != _NO_FACTS:
+            for fact, value in zip(EVIDENCE, told, strict=True):
+                if value:
+                    self._facts.setdefault(fact.name, []).append(msgspec.Raw(bytes(value)))
+        if isinstance(choice, OddChoice) and "index" in choice.more:
+            self.mark("index")
+
+    def _add_delta(self, delta: wire.Delta) -> None:
+        if delta.content.__class__ is str:
+            self.texts.setdefault("content", []).append(delta.content)
+        for name in _OTHER_TEXTS:
+            if isinstance(text := getattr(delta, name), str):
+                self.texts.setdefault(name, []).append(text)
+        if delta.tool_calls:
+            for call in wire.calls_of({"tool_calls": delta.tool_calls}):
                 self._add_call(call)
-        if isinstance(choice, wire.OddChoice):
-            self.mark(*choice.odd)
-        if choice.token_ids is None:
-            self.without_ids |= any(value for name, value in delta.items() if name != "role")
+
+    def _add_ids(self, choice: wire.Choice) -> None:
+        try:
+            new = self._read_ids(choice.token_ids)
+        except REFUSALS:
+            self.mark("token_ids")
+            return
+        if new is None:
+            self.without_ids |= _says(choice)
         elif self.ids is None:
-            self.ids = choice.token_ids  # not copied: those of a whole completion are many
+            self.ids = new
         else:
-            self.ids += choice.token_ids
-        if choice.logprobs is not None and (logprobs := choice.logprobs.values) is not None:
-            if self.logprobs is None:
-                self.logprobs = logprobs
-            else:
-                self.logprobs += logprobs
-            if isinstance(choice.logprobs, wire.TokenLogprobs):
-                sampled.alternatives += choice.logprobs.alternatives
-        sampled.finish_reason = choice.finish_reason or sampled.finish_reason
-        if choice.stop_reason is not None:
-            sampled.stop_reason = choice.stop_reason
-        sampled.routed_experts = choice.routed_experts or sampled.routed_experts
-        if choice.sampling_mask is not None:
-            sampled.sampling_mask = sampled.sampling_mask or []
-            sampled.sampling_mask += choice.sampling_mask
-        if choice.weight_versions:
-            spans = [WeightSpan(str(span.version), span.start, span.end) for span in choice.weight_versions]
-            sampled.weight_versions += tuple(spans)
+            self.ids += new
+
+    def _read_ids(self, data: _Raw) -> MutableSequence[int] | None:
+        if not data or self.ids is not None or memoryview(data).nbytes < _ARRAY_FROM_BYTES:
+            return wire.ids_of(data)
+        array = bytes(data)
+        try:
+            packed = ids_array(ids.pack_compact(array))
+        except InvalidIds:
+            return wire.ids_of(data)
+        self.sampled.raw_ids = array
+        return packed
+
+    def _add_logprobs(self, data: msgspec.Raw) -> None:
+        try:
+            new = wire.logprobs_of(data)
+        except REFUSALS:
+            self.mark("logprobs")
+            return
+        if new is None or (logprobs := new.values) is None:
+            return
+        if self.logprobs is None:
+            self.logprobs = logprobs
+        else:
+            self.logprobs += logprobs
+        if isinstance(new, wire.TokenLogprobs):
+            self.sampled.alternatives += new.alternatives
 
     def mark(self, *unreadable: str) -> None:
         """Name fields of the evidence that could not be read."""
@@ -268,14 +340,19 @@ class _Sampled:
         self.closed = True
         sampled = self.sampled
         sampled.message = self.message
-        if self.usage is not None and (counted := wire.completion_tokens(self.usage)) is not None:
-            sampled.counted = counted
+        if (usage := wire.usage_of(self.usage)) is not None and usage.completion_tokens is not None:
+            sampled.counted = usage.completion_tokens
         sampled.finish_reason = sampled.finish_reason or ABORTED
         sampled.unreadable = echo.unreadable or next(iter(self._unreadable), "")
         if not (self.without_ids or (not self.ids and any(map(sampled.message.get, _SAMPLED)))):
             sampled.ids = self.ids  # else text came without ids: what was sampled is unknown
         if "logprobs" not in self._unreadable:
             sampled.logprobs = self.logprobs
+        if self._facts:
+            facts = {fact.name: fact.read(self._facts.get(fact.name, ())) for fact in EVIDENCE}
+            sampled.facts = {name: value for name, value in facts.items() if value is not None}
+            spans = sampled.facts.get(WEIGHTS, ())
+            sampled.weight_versions = tuple([WeightSpan(str(s.version), s.start, s.end) for s in spans])
         return sampled
 
     def _add_call(self, piece: wire.CallPiece) -> None:

@@ -32,8 +32,8 @@ from tokenproxy.base.types import Fields, Headers
 from tokenproxy.engine.protocol import fetch
 from tokenproxy.fleet.model import FleetModel
 from tokenproxy.record.completion import SampledChoice
+from tokenproxy.turn.lenient import REFUSALS
 from tokenproxy.turn.services import Services
-from tokenproxy.turn.wire import REFUSALS
 
 FIELD = "required_prefix_token_ids"
 PROMPT, GENERATION, LOGPROBS = "prompt_token_ids", "generation_token_ids", "generation_log_probs"

@@ -14,6 +14,7 @@ import msgspec
 
 from chat_tokenizer import ids
 from tokenproxy.base.errors import CannotGoOn, EngineBroken
+from tokenproxy.base.evidence import EVIDENCE
 from tokenproxy.base.fields import NULL, is_null, join, raw, raw_value, read
 from tokenproxy.base.http import Request, Response
 from tokenproxy.base.request import ChatRequest
@@ -242,10 +243,12 @@ def joined(body: bytes, rest: Rest, more: bytes, *, parsed: bool) -> bytes:
     choice["token_ids"] = raw([*rest.sampled, *new])
     before, after = (read_response_field(each, "logprobs", Fields, _ROUTE) or {} for each in (first, choice))
     choice["logprobs"] = raw({**after, "content": raw(_both(before, after, "content"))})
-    for name in ("weight_versions", "sampling_mask"):
-        if both := _both(first, choice, name):
-            choice[name] = raw(both)
-    first.pop("routed_experts", None)
+    counts = len(rest.sampled), len(new)
+    for fact in EVIDENCE:
+        both = fact.joined(first.pop(fact.name, None), rests[0].get(fact.name), counts)
+        choice.pop(fact.name, None)
+        if both is not None:
+            choice[fact.name] = both
     choices[position] = {**first, **choice}
     fields["choices"] = raw(choices)
     usage, more_usage = (
@@ -270,12 +273,9 @@ def split_end(data: bytes) -> tuple[bytes, bytes]:
 def _placed(choice: Fields, rest: Rest) -> Fields:
     """A choice of the next engine with the index of the one that it continues."""
     placed = choice | {"index": raw(rest.choice)}
-    spans = read_response_field(choice, "weight_versions", list[dict[str, Any]], _ROUTE)
-    if spans:
-        before = len(rest.sampled)
-        moved = [span | {name: span[name] + before for name in ("start", "end")} for span in spans]
-        placed["weight_versions"] = raw(moved)
-    placed.pop("routed_experts", None)  # one array for each segment: they are not joined
+    for fact in EVIDENCE:
+        if (value := fact.placed(placed.pop(fact.name, None), len(rest.sampled))) is not None:
+            placed[fact.name] = value
     return placed
 
 

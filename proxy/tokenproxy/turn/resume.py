@@ -14,7 +14,6 @@ from time import monotonic
 
 from chat_tokenizer import ids
 from tokenproxy.base.errors import ApiError, CannotGoOn, EngineBroken, EngineUnavailable
-from tokenproxy.base.fields import is_null
 from tokenproxy.base.http import Response, read_and_close
 from tokenproxy.base.request import ResumePolicy
 from tokenproxy.base.types import Fields
@@ -28,7 +27,7 @@ from tokenproxy.record.vocabulary import ABORTED
 from tokenproxy.turn.answer import Answer
 from tokenproxy.turn.rest import Rest, end_event, is_full, joined, rest_events, usage_event
 from tokenproxy.turn.sending import PlannedTurn
-from tokenproxy.turn.wire import ABSENT, Completion
+from tokenproxy.turn.wire import Completion, is_set
 
 log = logging.getLogger("tokenproxy")
 
@@ -79,8 +78,8 @@ class Resume:
                 before it sampled, only the usage of the stream.
         """
         reasons = {choice.finish_reason for choice in completion.choices or ()}
-        failed = "error" in reasons or (completion.error is not ABSENT and not is_null(completion.error))
-        silent = not (completion.choices or complete) and completion.usage is not None
+        failed = "error" in reasons or is_set(completion.error)
+        silent = not (completion.choices or complete) and is_set(completion.usage)
         return self._possible and (failed or ((ABORTED in reasons or silent) and self._aborts_too))
 
     def give_up(self) -> None:
@@ -256,7 +255,6 @@ class Resume:
                     raise
                 await asyncio.sleep(_RETRY_S)
         self._recording.replica = turn.replica.name
-        self._answer.hides_weights = turn.hides_weights
         if response.status >= 400:
             problem = problem_of(await read_and_close(response)).message
             raise CannotGoOn(f"the turn cannot go on: an engine answered {response.status}: {problem}")

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tokenproxy.base.errors import Unavailable
-from tokenproxy.base.fields import flag, join, raw, raw_value, read, stream_options
+from tokenproxy.base.evidence import ASKED
+from tokenproxy.base.fields import join, raw, raw_value, read, stream_options
 from tokenproxy.base.http import Request, Response
 from tokenproxy.base.request import EVERYTHING, ChatRequest, EngineRoute, ResumePolicy, Visible
 from tokenproxy.base.types import Fields, Headers
@@ -30,7 +31,6 @@ from tokenproxy.turn.rest import Rest, begun_anew, check_text, constrained, is_w
 from tokenproxy.turn.services import Services
 
 _BAD_REQUEST = 400
-_ASKS_WEIGHTS = "return_weight_versions"
 _PROMPT_FIELDS: Mapping[str, str] = {EngineRoute.COMPLETIONS: "prompt", EngineRoute.GENERATE: "token_ids"}
 _SESSION_HEADER = b"x-session-id"
 _IMAGE_DATA = b";base64,"
@@ -136,8 +136,6 @@ class PlannedTurn:
     """Only after it was sent."""
     tag: WeightTag = field(init=False)
     """The versions of the weights that sample it; only after it was sent."""
-    hides_weights: bool = field(init=False, default=False)
-    """Whether the engine was asked which weights sampled its ids, and not by the client."""
     aborts: int = field(init=False, default=0)
     """`FleetState.aborts` when all of it was sent."""
     parses_ids: bool = field(init=False, default=False)
@@ -235,12 +233,10 @@ class PlannedTurn:
         fields = _request_for_engine(request, evidence=self._with_evidence)
         if services.settings.cache_salt_by_version and replica.weight_version is not None:
             fields.setdefault("cache_salt", raw(replica.weight_version))
-        # its client does not ask which weights sample the ids; generate tells it in any case
-        asked = request.engine_route is EngineRoute.GENERATE or flag(request.fields, _ASKS_WEIGHTS)
-        tells = replica.capabilities is not None and replica.capabilities.weight_versions
-        self.hides_weights = plan.conversation is not None and tells and not asked
-        if self.hides_weights:
-            fields[_ASKS_WEIGHTS] = _TRUE
+        if plan.conversation is not None and replica.capabilities is not None:
+            tells, route = replica.capabilities.tells, request.engine_route
+            asks = [fact.asked_by for fact in ASKED if fact.name in tells and route not in fact.unasked]
+            fields |= dict.fromkeys(asks, _TRUE)
         return fields
 
     async def _send_ids(self, replica: Replica, fields: Fields, headers: Headers) -> Response:

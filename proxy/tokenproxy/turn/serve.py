@@ -27,7 +27,6 @@ from tokenproxy.record.retries import Attempt
 from tokenproxy.record.vocabulary import BROKEN_OFF, Reason, Source
 from tokenproxy.turn import parsing, wire
 from tokenproxy.turn.answer import Answer, Redactor, StreamedAnswer, limit_answer
-from tokenproxy.turn.parsing import Parsed
 from tokenproxy.turn.reader import read_completion
 from tokenproxy.turn.required_prefix import render_with_prefix
 from tokenproxy.turn.resume import Resume
@@ -88,7 +87,6 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
             return BytesResponse(response.status, response.headers, await response.read())
 
         answer = answer or Redactor(turn.visible, request.engine_route)
-        answer.hides_weights = turn.hides_weights
         if plan.conversation is not None:
             answer.turn_id = plan.turn_id
         if not isinstance(response, BytesResponse) and isinstance(answer, StreamedAnswer):
@@ -147,7 +145,7 @@ async def _read(
     """
     unread = turn.plan.conversation is None and answer.shows_all
     if unread and parsing.is_json(body) and not any(reason in body for reason in _BREAKS_OFF):
-        return Completion(), answer.whole(Parsed(wire.Completion(), body), body, Completion())
+        return Completion(), answer.whole(wire.Completion(), body, Completion())
     if len(body) < _READ_ON_THREAD_BYTES:
         return _read_now(body, turn.plan, answer, final)
     return await turn.services.encoders.run(partial(_read_now, body, turn.plan, answer, final))
@@ -160,13 +158,12 @@ def _read_now(
 
     That is None if the engine broke off and more may follow, which it does not after a `final` one.
     """
-    batch = plan.batch
-    parsed = parsing.parse(body, tokens=answer.reads_tokens, whole=True, one_prompt=batch is None)
-    completion = read_completion(parsed, plan.prompt, batch)
+    whole = parsing.parse(body)
+    completion = read_completion(whole, plan.prompt, plan.batch)
     if completion.broken_off and not final:
         return completion, None
     try:
-        return completion, answer.whole(parsed, body, completion)
+        return completion, answer.whole(whole, body, completion)
     except ApiError as error:
         return completion, error
 

@@ -10,6 +10,7 @@ from weakref import WeakMethod
 from tokenproxy.base.errors import ApiError, EngineBroken
 from tokenproxy.base.fields import raw
 from tokenproxy.base.http import Response
+from tokenproxy.base.types import Fields
 from tokenproxy.engine.sse import DONE, data_event, event_data, split_events
 from tokenproxy.fleet.weight_state import WeightTag
 from tokenproxy.record.recorder import Recording
@@ -17,9 +18,10 @@ from tokenproxy.record.retries import KEPT_BYTES, Attempt
 from tokenproxy.record.vocabulary import ABORTED
 from tokenproxy.turn import parsing, wire
 from tokenproxy.turn.answer import StreamedAnswer
-from tokenproxy.turn.reader import CompletionReader
+from tokenproxy.turn.reader import CompletionReader, holds_more
 from tokenproxy.turn.rest import split_end
 from tokenproxy.turn.resume import Resume
+from tokenproxy.turn.usual import UsualChunk
 
 _CHUNK = "chat.completion.chunk"
 _QUIET_S = 0.05
@@ -71,8 +73,8 @@ class RecordedStream:
         self._attempt = attempt
         self._cleanup = cleanup
         self._resume = resume
-        self._first: wire.Completion | None = None
-        """The first chunk: its fields are those of all."""
+        self._first: Fields | None = None
+        """The fields that all chunks have, of the first one."""
         self._aborted = False
         """Whether they say that the engine aborted a choice."""
         self._ends: list[bytes] = []
@@ -170,32 +172,23 @@ class RecordedStream:
         prompt = self._reader.prompt
         if first is not None and prompt and await self._resume.end_segment(rests, why):
             await self._response.aclose()  # it counts as running until then
-            names = {"id": first.id, "object": _CHUNK, "created": first.created, "model": first.model}
-            head = {name: raw(value) for name, value in names.items()}
             ended = self._reader.sampled - sum(len(rest.sampled) for rest in rests)
-            self._blocks = self._resume.events(rests, head, prompt, ended, told=self._reader.usage_read)
+            self._blocks = self._resume.events(rests, first, prompt, ended, told=self._reader.usage_read)
             return True
         self._resume.give_up()
         self._blocks = _each(held)
         return bool(held)
 
-    def _without_end(self, event: bytes, read: parsing.Parsed) -> parsing.Parsed | None:
+    def _without_end(self, event: bytes, chunk: wire.Completion) -> wire.Completion | None:
         """Hold the end of a chunk with which the engine breaks off. Returns its rest; None if it has none."""
-        completion = read.completion
-        if not completion.choices:
-            self._aborted |= completion.usage is not None
+        if not chunk.choices:
+            self._aborted |= wire.is_set(chunk.usage)
             self._ends.append(event)  # an error, or the usage of a turn that may go on
             return None
-        self._aborted |= any(choice.finish_reason == ABORTED for choice in completion.choices)
-        chunk, end = split_end(event_data(event) or b"{}")
+        self._aborted |= any(choice.finish_reason == ABORTED for choice in chunk.choices)
+        rest, end = split_end(event_data(event) or b"{}")
         self._ends.append(data_event(end))
-        more = (
-            choice.token_ids or choice.weight_versions or any(choice.said.values())
-            for choice in completion.choices
-        )
-        if any(more):
-            return parsing.parse(chunk, tokens=self._answer.reads_tokens)
-        return None
+        return parsing.parse(rest) if any(map(holds_more, chunk.choices)) else None
 
     def _add(self, event: bytes) -> Callable[[], Awaitable[None]] | None:
         """Read an event, and write what the client gets of it.
@@ -205,9 +198,9 @@ class RecordedStream:
         Raises:
             EngineBroken: it is not a chunk.
         """
-        usual = None if self._answer.reads_tokens else wire.UsualChunk.match(event)
+        usual = UsualChunk.match(event)
         if usual is not None and self._reader.add(usual):
-            self._show(self._answer.event(event, usual, None))
+            self._show(self._answer.usual(event, usual))
             return None
         data = event_data(event)
         if data is None:
@@ -218,18 +211,20 @@ class RecordedStream:
             return None
         if data == DONE:
             return self._end
-        parsed = parsing.parse(data, tokens=self._answer.reads_tokens, one_prompt=self._reader.batch is None)
-        self._first = self._first or parsed.completion
-        breaks_off = self._resume.covers(parsed.completion, complete=self._reader.complete)
-        if breaks_off or (self._ends and not parsed.completion.choices):
-            rest = self._without_end(event, parsed)
+        chunk = parsing.parse(data)
+        if self._first is None:
+            head = {"id": chunk.id or "", "created": chunk.created or 0, "model": chunk.model or ""}
+            self._first = {name: raw(value) for name, value in (head | {"object": _CHUNK}).items()}
+        breaks_off = self._resume.covers(chunk, complete=self._reader.complete)
+        if breaks_off or (self._ends and not chunk.choices):
+            rest = self._without_end(event, chunk)
             if rest is None:
                 return None
-            event, usual, parsed = data_event(rest.json), None, rest
-        self._reader.read(parsed.completion)
+            event, chunk = data_event(parsing.encode(rest)), rest
+        self._reader.read(chunk)
         if self._reader.ended:
-            return partial(self._end_choices, event, usual, parsed)
-        self._show(self._answer.event(event, usual, parsed))
+            return partial(self._end_choices, event, chunk)
+        self._show(self._answer.event(event, chunk))
         return None
 
     def _show(self, events: bytes | None) -> None:
@@ -243,13 +238,13 @@ class RecordedStream:
             if self._sent_bytes > KEPT_BYTES:
                 self._sent = None
 
-    async def _end_choices(self, event: bytes, usual: wire.UsualChunk | None, parsed: parsing.Parsed) -> None:
+    async def _end_choices(self, event: bytes, chunk: wire.Completion) -> None:
         """Record the turns that an event ends, or wait for their usage, before the client gets the event."""
         if self._reader.awaits_usage:
             self._held_until = self._held_until or monotonic() + self._usage_s
         else:
             await self._record_ended()
-        self._show(self._answer.event(event, usual, parsed))
+        self._show(self._answer.event(event, chunk))
 
     def _sendable(self) -> bytes:
         """The events that may be sent now, which are then no longer in `_ready`."""

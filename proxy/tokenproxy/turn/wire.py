@@ -3,26 +3,25 @@
 The fields are those of three routes: in a chat completion a choice holds a `message` or `delta`, in a
 completion and in a response of generate a `text`. A completion's choices hold their prompts and list
 `token_logprobs`; the other two have `logprobs.content`. `parsing` reads a body into these structs.
+
+The structs take no other field. What is only passed on or stored is `Raw`: it is checked once, and its bytes
+are the engine's. So an answer is redacted by setting fields, and encoded again.
 """
 
-import re
-from collections.abc import MutableSequence, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, MutableSequence, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+from msgspec import UNSET, Raw, UnsetType
 
-from tokenproxy.base.fields import NULL
-from tokenproxy.base.request import Visible
+from tokenproxy.base.evidence import EVIDENCE, with_facts
+from tokenproxy.base.fields import is_null
 from tokenproxy.record.turn import Alternatives
+from tokenproxy.turn.lenient import REFUSALS, fitting, parse_leniently, read_as, read_fields
 
-REFUSALS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""The errors with which msgspec refuses a value."""
 NO_REASON = "unknown"
 """The finish reason of a choice whose own finish reason has an unknown shape."""
-ABSENT = msgspec.Raw(NULL)
-"""The value of a field that a chunk does not have."""
-ALTERNATIVES = b'"top_logprobs":[{'
-"""In JSON without white space, what holds alternatives holds this; in a string the quotes are escaped."""
 _MOST_ALTERNATIVES = 20
 """For one id: as many as OpenAI's API allows."""
 
@@ -31,6 +30,8 @@ _Id = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 _Index = Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)]
 """The largest index of a choice: the id of a turn has four hexadecimal digits for it."""
 _StopReason = str | Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+_Raw = Raw | UnsetType
+_Text = str | UnsetType | None
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
 _Byte = Annotated[int, msgspec.Meta(ge=0, le=255)]
 
@@ -39,6 +40,12 @@ class Logprob(msgspec.Struct, gc=False):
     """The log-probability of one sampled id; its other fields are skipped."""
 
     logprob: float
+
+
+class _Only(Logprob, gc=False):
+    """One without alternatives; one with some is refused."""
+
+    top_logprobs: tuple[()] = ()
 
 
 class Candidate(Logprob, gc=False):
@@ -71,6 +78,11 @@ class Logprobs(msgspec.Struct, gc=False):
         return self.token_logprobs if self.content is None else [entry.logprob for entry in self.content]
 
 
+class _OnlyLogprobs(Logprobs, gc=False):
+    content: list[_Only] | None = None
+    top_logprobs: None = None
+
+
 class TokenLogprobs(Logprobs, gc=False):
     """Log-probabilities with their tokens."""
 
@@ -92,12 +104,6 @@ class TokenLogprobs(Logprobs, gc=False):
             [(token.spelled, token.logprob) for token in position.top_logprobs[:_MOST_ALTERNATIVES]]
             for position in self.content
         ]
-
-
-class _Span(msgspec.Struct, gc=False):
-    version: str | int
-    start: _Id
-    end: _Id
 
 
 class _PromptDetails(msgspec.Struct, gc=False):
@@ -127,61 +133,79 @@ class Usage(msgspec.Struct, gc=False):
         return self.completion_tokens_details.reasoning_tokens if self.completion_tokens_details else None
 
 
-class Choice(msgspec.Struct):
+class Delta(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    """What a chunk adds to a message."""
+
+    role: _Text = UNSET
+    content: _Text = UNSET
+    reasoning: _Text = UNSET
+    reasoning_content: _Text = UNSET
+    refusal: _Text = UNSET
+    tool_calls: list[dict[str, Any]] | UnsetType | None = UNSET
+
+    @property
+    def sampled(self) -> bool:
+        """Whether it adds anything that was sampled."""
+        return bool(
+            self.content or self.reasoning or self.reasoning_content or self.tool_calls or self.refusal
+        )
+
+
+class Choice(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """A choice, or one chunk's part of it."""
 
-    index: _Index | None = None
-    message: dict[str, Any] | None = None
-    delta: dict[str, Any] | None = None
-    text: str | None = None
-    token_ids: MutableSequence[_Id] | None = None
-    logprobs: Logprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: _StopReason | None = None
-    routed_experts: str | None = None
-    weight_versions: list[_Span] | None = None
-    sampling_mask: list[list[_Id]] | None = None
-    prompt_token_ids: msgspec.Raw = ABSENT
+    index: _Index | UnsetType | None = UNSET
+    message: _Raw = UNSET
+    delta: Delta | UnsetType | None = UNSET
+    text: _Text = UNSET
+    logprobs: _Raw = UNSET
+    finish_reason: _Text = UNSET
+    stop_reason: _Raw = UNSET
+    token_ids: _Raw = UNSET
+    prompt_token_ids: _Raw = UNSET
+    prompt_logprobs: _Raw = UNSET
 
     @property
     def said(self) -> dict[str, Any]:
         """The message, or what a chunk adds to it. A text becomes the content of one."""
-        said = self.message if self.delta is None else self.delta
-        if said is not None:
-            return said
-        return {} if self.text is None else {"content": self.text}
+        if self.delta:
+            added: dict[str, Any] = msgspec.to_builtins(self.delta)
+            return added
+        if self.message:
+            return message_of(self.message)
+        return {"content": self.text} if self.text else {}
 
 
-class TokenChoice(Choice):
-    """A choice whose log-probabilities are read with their tokens."""
-
-    logprobs: TokenLogprobs | None = None
-
-
-class OddChoice(Choice, kw_only=True):
-    """A choice that was read field by field. It is never decoded from JSON, where `odd` is not a field."""
-
-    odd: tuple[str, ...]
-    """Names of the fields of the evidence that could not be read."""
+if TYPE_CHECKING:
+    TellingChoice = Choice
+else:
+    TellingChoice = with_facts(Choice, EVIDENCE, lambda _: _Raw, UNSET)
+    """A choice with the facts of `EVIDENCE`, each by its name."""
 
 
-class Completion(msgspec.Struct):
+class Completion(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """A whole completion, or a chunk of a stream."""
 
-    id: str = ""
-    created: int = 0
-    model: str = ""
-    choices: tuple[Choice, ...] | None = None
-    usage: Usage | None = None
-    prompt_token_ids: msgspec.Raw = ABSENT
-    error: msgspec.Raw = ABSENT
+    id: str | UnsetType = UNSET
+    object: _Raw = UNSET
+    created: int | UnsetType = UNSET
+    model: str | UnsetType | None = UNSET
+    choices: tuple[TellingChoice, ...] | UnsetType | None = UNSET
+    service_tier: _Raw = UNSET
+    usage: _Raw = UNSET
+    system_fingerprint: _Raw = UNSET
+    prompt_logprobs: _Raw = UNSET
+    prompt_token_ids: _Raw = UNSET
+    prompt_text: _Raw = UNSET
+    kv_transfer_params: _Raw = UNSET
+    ec_transfer_params: _Raw = UNSET
+    metrics: _Raw = UNSET
+    request_id: _Raw = UNSET
+    output_mode: _Raw = UNSET
+    mm_placeholders: _Raw = UNSET
+    prompt_token_id_logprobs: _Raw = UNSET
+    error: _Raw = UNSET
     """The engine's, in place of a completion or chunk; see `problem_of`."""
-
-
-class TokenCompletion(Completion):
-    """A completion or a chunk, read with the tokens of its log-probabilities."""
-
-    choices: tuple[TokenChoice, ...] | None = None
 
 
 class CallPiece(msgspec.Struct, gc=False):
@@ -194,7 +218,88 @@ class CallPiece(msgspec.Struct, gc=False):
     arguments: str | None
 
 
-_decode_usage = msgspec.json.Decoder(Usage).decode
+_decode_ids: Callable[[Raw], list[int] | None] = msgspec.json.Decoder(list[_Id] | None).decode
+_decode_logprobs: Callable[[Raw], Logprobs | None] = msgspec.json.Decoder(_OnlyLogprobs | None).decode
+_decode_token_logprobs: Callable[[Raw], TokenLogprobs | None] = msgspec.json.Decoder(
+    TokenLogprobs | None
+).decode
+_decode_usage: Callable[[bytes | Raw], Usage | None] = msgspec.json.Decoder(Usage | None).decode
+_decode_stop_reason = msgspec.json.Decoder(_StopReason | None).decode
+_decode_message = msgspec.json.Decoder(dict[str, Any] | None).decode
+
+
+# --- the values of fields that are still JSON
+
+
+def ids_of(data: _Raw) -> list[int] | None:
+    """Ids; None if there are none. Raises msgspec.MsgspecError if they are something else."""
+    return _decode_ids(data) if data else None
+
+
+def logprobs_of(data: _Raw) -> Logprobs | None:
+    """Log-probabilities, with their tokens if they have alternatives; None if there are none.
+
+    Raises:
+        msgspec.MsgspecError: they are something else.
+    """
+    if not data:
+        return None
+    try:
+        return _decode_logprobs(data)
+    except REFUSALS:
+        for kind in (TokenLogprobs, Logprobs):  # with alternatives, or without those that cannot be read
+            with suppress(msgspec.MsgspecError):
+                read: Logprobs = read_as(bytes(data), kind)
+                return read
+        raise
+
+
+def token_logprobs_of(data: _Raw) -> TokenLogprobs | None:
+    """Log-probabilities with their tokens; None if there are none that can be read."""
+    if not data:
+        return None
+    try:
+        return _decode_token_logprobs(data)
+    except REFUSALS:
+        with suppress(msgspec.MsgspecError):
+            read: TokenLogprobs | None = read_as(bytes(data), TokenLogprobs | None)
+            return read
+    return None
+
+
+def usage_of(data: bytes | _Raw) -> Usage | None:
+    """The usage; None if there is none. What cannot be read of it is left out."""
+    if not data:
+        return None
+    try:
+        return _decode_usage(data)
+    except REFUSALS:
+        fields = read_fields(bytes(data))
+    return Usage(**fitting(Usage, fields)[0]) if fields else None
+
+
+def message_of(data: _Raw) -> dict[str, Any]:
+    """A message; an empty one if it is something else."""
+    if not data:
+        return {}
+    try:
+        return _decode_message(data) or {}
+    except REFUSALS:
+        message = parse_leniently(bytes(data))
+    return message if isinstance(message, dict) else {}
+
+
+def stop_reason_of(choice: Choice) -> str | int | None:
+    """The stop string or token that ended a choice; None if it is neither, or there is none."""
+    try:
+        return _decode_stop_reason(choice.stop_reason) if choice.stop_reason else None
+    except REFUSALS:
+        return None
+
+
+def is_set(data: _Raw) -> bool:
+    """Whether a field is there and not null."""
+    return isinstance(data, Raw) and not is_null(data)
 
 
 # --- parts of a message
@@ -233,121 +338,3 @@ def calls_of(message: dict[str, Any]) -> list[CallPiece]:
                 )
             )
     return pieces
-
-
-def completion_tokens(usage: bytes) -> int | None:
-    """The number of sampled ids in a JSON object of usage; None if it holds none."""
-    try:
-        return _decode_usage(usage).completion_tokens
-    except REFUSALS:
-        return None
-
-
-# --- the usual chunk
-#
-# vLLM writes the chunk of nearly every sampled id without white space, and its fields in a fixed order:
-#
-#     {"id":"c","object":"chat.completion.chunk","created":1,"model":"m","choices":[{"index":0,
-#      "delta":{"content":"Hi"},"logprobs":{"content":[{"token":"Hi","logprob":-0.1,"bytes":[72,105],
-#      "top_logprobs":[]}]},"finish_reason":null,"token_ids":[74]}],"usage":{"prompt_tokens":9, ...}}
-#
-# A pattern describes the whole chunk from its first byte to its last, so that nothing in a string can be
-# taken for a field. It matches only valid JSON. Every other chunk is parsed.
-
-# Possessive quantifiers (`*+`): a chunk that does not match is refused without backtracking.
-_TEXT = rb'"[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u00[0-9a-f]{2})[^"\\\x00-\x1f]*+)*+"'
-_NATURAL = rb"(?:0|[1-9][0-9]*+)"
-_NUMBER = rb"-?" + _NATURAL + rb"(?:\.[0-9]++)?+(?:[eE][+-]?[0-9]++)?+"
-
-
-def _list(item: bytes) -> bytes:
-    """A pattern for items with commas between them."""
-    return rb"%b(?:,%b)*+" % (item, item)
-
-
-def _token(number: bytes) -> bytes:
-    return rb'"token":%b,"logprob":%b,"bytes":(?:null|%b)' % (_TEXT, number, _NATURALS)
-
-
-def _logprob(number: bytes) -> bytes:
-    return rb'\{%b,"top_logprobs":\[(?:%b)?+\]\}' % (_token(number), _list(rb"\{%b\}" % _token(_NUMBER)))
-
-
-_NATURALS = rb"\[(?:%b)?+\]" % _list(_NATURAL)
-_LOGPROBS = rb"%b((?:,%b)*+)" % (_logprob(rb"(%b)" % _NUMBER), _logprob(_NUMBER))
-_COUNT = rb'"\w++":(?:null|%b)' % _NATURAL
-_COUNTS = rb'"\w++":(?:null|%b|\{%b\})' % (_NATURAL, _list(_COUNT))
-_ARGUMENTS = rb'"tool_calls":\[\{"index":%b,"function":\{"arguments":%b\}\}\]' % (_NATURAL, _TEXT)
-
-_match_usual = re.compile(
-    rb'(data: \{"id":%b,"object":"chat\.completion\.chunk","created":%b,' % (_TEXT, _NATURAL)
-    + rb'"model":%b,"choices":\[\{"index":(%b),"delta":\{(?:"(content|reasoning(?:_content)?+)":(%b)|'
-    % (_TEXT, _NATURAL, _TEXT)
-    + rb'%b)\},"logprobs":)' % _ARGUMENTS
-    + rb'(null|\{"content":\[(?:%b)?+\]\})' % _LOGPROBS
-    + rb'(,"finish_reason":null(?:,"stop_reason":null)?+,"token_ids":)(%b)(\}\])' % _NATURALS
-    + rb'(,"usage":(\{%b\}))' % _list(_COUNTS)
-    + rb'((?:,"kv_transfer_params":null)?+)\}\n\n'  # which 0.33 adds
-).fullmatch
-_decode_text = msgspec.json.Decoder(str).decode
-_MAX_IDS_BYTES = len("[123456789]")
-"""An id of more digits may not fit into 32 bits."""
-_MAX_INDEX_DIGITS = 4
-
-
-class UsualChunk(msgspec.Struct, frozen=True, gc=False):
-    """A chunk that matches the pattern: it is read and redacted without being parsed."""
-
-    groups: tuple[bytes, ...]
-    """Of the pattern."""
-    choice: int = 0
-    """The index of its choice."""
-    field: str = ""
-    """The field of the message which its text is part of; empty if the chunk must be parsed to be read,
-    because it is not one id with a text and a log-probability, and nothing else."""
-    text: str = ""
-    token_id: int = 0
-    logprob: float = 0.0
-    usage: bytes = b""
-    """The tokens so far, a JSON object."""
-
-    @classmethod
-    def match(cls, event: bytes) -> "UsualChunk | None":
-        """The chunk of an event; None if it has another shape."""
-        found = _match_usual(event)
-        if found is None:
-            return None
-        groups = found.groups()
-        _, index, field, text, logprobs, number, more, _, ids, _, _, usage, _ = groups
-        if (
-            field is None
-            or number is None
-            or more
-            or len(ids) > _MAX_IDS_BYTES
-            or len(index) > _MAX_INDEX_DIGITS
-            or ALTERNATIVES in logprobs
-        ):
-            return cls(groups)
-        try:
-            name, decoded = field.decode(), _decode_text(text)
-            return cls(groups, int(index), name, decoded, int(ids[1:-1]), float(number), usage)
-        except (ValueError, msgspec.MsgspecError):  # no id, several ids, a text that is not UTF-8
-            return cls(groups)
-
-    def redacted(self, visible: Visible) -> bytes | None:
-        """An event of the fields that the client requested; None if its reasoning is to be hidden."""
-        head, _, field, _, logprobs, _, _, middle, ids, end, usage, _, transfer = self.groups
-        if field != b"content" and not visible.reasoning:
-            return None
-        return b"".join(
-            (
-                head,
-                logprobs if visible.logprobs else NULL,
-                middle,
-                ids if visible.ids else NULL,
-                end,
-                usage if visible.running_usage else b"",
-                transfer,
-                b"}\n\n",
-            )
-        )

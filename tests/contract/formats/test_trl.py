@@ -16,8 +16,8 @@ from tests.support.tiny_model import END, HI, TinyModel
 from tests.support.utils import EVERY_SPELLING, run_proxy
 from tokenproxy.base.errors import EngineBroken
 from tokenproxy.formats.trl import TrlAnswer, batch_answer
-from tokenproxy.record.completion import Completion
 from tokenproxy.turn import parsing
+from tokenproxy.turn.reader import read_completion
 
 GENERATE, BATCH_CHAT = "/generate/", "/chat/"
 REPLY = (74, 71, END)
@@ -102,7 +102,8 @@ def test_wrong_fields_are_named(client: httpx.Client, param: str, fields: dict[s
 
 def _answer(body: bytes) -> TrlAnswer:
     answer = TrlAnswer(logprobs=True)
-    answer.whole(parsing.parse(body, tokens=True), body, Completion())
+    whole = parsing.parse(body)
+    answer.whole(whole, body, read_completion(whole))
     return answer
 
 

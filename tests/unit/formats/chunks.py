@@ -7,13 +7,13 @@ import msgspec
 
 from tokenproxy.formats.messages.answer import MessagesTranslation
 from tokenproxy.record.echo import Signer
-from tokenproxy.turn import parsing
+from tokenproxy.turn import parsing, wire
 
 TURN = "18ea730ff62f6878c5244cad618f0000"
 SIGNER = Signer(b"secret")
 
 
-def chunk(finish: str | None = None, stop: Any = None, usage: Any = None, **delta: Any) -> parsing.Parsed:
+def chunk(finish: str | None = None, stop: Any = None, usage: Any = None, **delta: Any) -> wire.Completion:
     """A chunk of the first choice."""
     choice = {"index": 0, "delta": delta, "finish_reason": finish, "stop_reason": stop}
     return parsing.parse(msgspec.json.encode({"id": "chat-1", "choices": [choice], "usage": usage}))
@@ -24,13 +24,13 @@ def call(index: int, identity: str | None = None, name: str | None = None, argum
     return {"index": index, "id": identity, "function": {"name": name, "arguments": arguments}}
 
 
-def events(*chunks: parsing.Parsed, early: bool = False, turn_id: str = TURN) -> list[dict[str, Any]]:
+def events(*chunks: wire.Completion, early: bool = False, turn_id: str = TURN) -> list[dict[str, Any]]:
     """The events of a stream; each names its type twice."""
     translation = MessagesTranslation("claude")
     translation.signer = SIGNER
     written = translation.begin() if early else b""
     translation.turn_id = turn_id
-    written += b"".join(translation.event(b"", None, each) for each in chunks) + translation.end()
+    written += b"".join(translation.event(b"", each) for each in chunks) + translation.end()
     found = []
     for event in written.decode().split("\n\n")[:-1]:
         name, data = event.split("\n")

@@ -21,9 +21,10 @@ from tokenproxy.engine.sse import data_event, event_data, split_events
 from tokenproxy.formats.messages.answer import MessagesTranslation
 from tokenproxy.formats.responses.answer import ResponsesTranslation
 from tokenproxy.formats.responses.request import read_request
-from tokenproxy.turn import parsing, wire
+from tokenproxy.turn import parsing
 from tokenproxy.turn.answer import Redactor, StreamedAnswer
 from tokenproxy.turn.reader import CompletionReader
+from tokenproxy.turn.usual import UsualChunk
 
 _RESPONSES: Any = ResponseStreamEvent
 _ARGUMENTS = ("{}", '{"city": "Paris"}', '{"a": {"b": "}"}, "c": [1, "é"]}')
@@ -104,9 +105,11 @@ def _written(answer: StreamedAnswer, events: list[bytes]) -> list[dict[str, Any]
     """What the client gets."""
     sent = b""
     for event in events:
-        usual = wire.UsualChunk.match(event)
-        parsed = parsing.parse(event_data(event) or b"")
-        sent += answer.event(event, usual if usual and usual.field else None, parsed) or b""
+        usual = UsualChunk.match(event)
+        if usual is not None and usual.field:
+            sent += answer.usual(event, usual) or b""
+        else:
+            sent += answer.event(event, parsing.parse(event_data(event) or b"")) or b""
     datas = [event_data(event) for event in split_events(sent + answer.end())]
     return [json.loads(data) for data in datas if data and data != b"[DONE]"]
 
@@ -187,7 +190,7 @@ def test_the_record(stream: tuple[list[dict[str, Any]], Any]) -> None:
     messages, deltas = stream
     reader = CompletionReader(len(messages))
     for event in _events(deltas):
-        reader.read(parsing.parse(event_data(event) or b"").completion)
+        reader.read(parsing.parse(event_data(event) or b""))
     choices = sorted(reader.rest().choices, key=lambda choice: choice.index)
     assert [_of_chat(choice.message) for choice in choices] == [*map(_said, messages)]
 

@@ -47,9 +47,9 @@ class _Engine:
         return self
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        yield self._translation.event(b"", None, chunk(content="a"))
+        yield self._translation.event(b"", chunk(content="a"))
         await self.goes_on.wait()
-        yield self._translation.event(b"", None, chunk("stop", content="b")) + self._translation.end()
+        yield self._translation.event(b"", chunk("stop", content="b")) + self._translation.end()
 
     async def aclose(self) -> None:
         self.closed = True
@@ -102,7 +102,7 @@ async def test_an_error_after_the_start() -> None:
 
 async def test_a_retry_that_gets_an_earlier_stream_begins_once() -> None:
     earlier, responds = MessagesTranslation("claude"), asyncio.Event()
-    body = earlier.event(b"", None, chunk("stop", content="a")) + earlier.end()
+    body = earlier.event(b"", chunk("stop", content="a")) + earlier.end()
 
     async def serve() -> Response:
         await responds.wait()

@@ -8,7 +8,7 @@ from tokenproxy.engine.sse import data_event, event_data
 from tokenproxy.record.completion import Batch, Completion
 from tokenproxy.turn import parsing, reader
 from tokenproxy.turn.answer import Redactor
-from tokenproxy.turn.wire import UsualChunk
+from tokenproxy.turn.usual import UsualChunk
 
 Body = dict[str, Any]
 
@@ -67,7 +67,8 @@ def piece(index: object = 0, text: str | None = "h", ids: object = (7,), **field
 
 def end(index: object = 0, ids: object = (2,), **fields: Any) -> Body:
     """The last piece of a choice."""
-    return piece(index, None, ids, **{"finish_reason": "stop", "stop_reason": None, **fields})
+    ended = piece(index, None, ids, **{"finish_reason": "stop", "stop_reason": None, **fields})
+    return ended | {"token_ids": ended.pop("token_ids")}  # in the order of vLLM
 
 
 def chunk(*choices: object, **fields: Any) -> Body:
@@ -79,23 +80,25 @@ class CompletionReader(reader.CompletionReader):
     """Reads the data of events."""
 
     def read(self, data: bytes) -> None:  # type: ignore[override]
-        super().read(parsing.parse(data, one_prompt=self.batch is None).completion)
+        super().read(parsing.parse(data))
 
 
 def read_completion(body: bytes, sent: bytes = b"", batch: Batch | None = None) -> Completion:
     """Read a whole completion."""
-    return reader.read_completion(parsing.parse(body, one_prompt=batch is None), sent, batch)
+    return reader.read_completion(parsing.parse(body), sent, batch)
 
 
 def redact_completion(body: bytes, visible: Visible) -> bytes:
     """Redact a whole completion."""
-    return Redactor(visible).whole(parsing.parse(body, whole=True), body, Completion())
+    return Redactor(visible).whole(parsing.parse(body), body, Completion())
 
 
 def redact_chunk(redactor: Redactor, data: bytes) -> bytes | None:
     """Redact the data of an event as a stream does."""
     event = data_event(data)
     usual = UsualChunk.match(event)
-    parsed = None if usual is not None and usual.field else parsing.parse(data)
-    kept = redactor.event(event, usual, parsed)
+    if usual is not None and usual.field:
+        kept = redactor.usual(event, usual)
+    else:
+        kept = redactor.event(event, parsing.parse(data))
     return None if kept is None else event_data(kept)

@@ -20,7 +20,9 @@ from tests.unit.turn.bodies import (
     whole_choice,
 )
 from tokenproxy.base.request import Visible
+from tokenproxy.engine.sse import data_event, event_data
 from tokenproxy.turn.answer import Redactor
+from tokenproxy.turn.parsing import parse
 
 _LOGPROBS = Visible(ids=False, logprobs=True)
 _NO_REASONING = Visible(ids=False, logprobs=False, reasoning=False)
@@ -57,8 +59,8 @@ def test_a_client_that_asked_for_everything_gets_the_engines_bytes() -> None:
     body = encoded(whole(), spaced=True)
     assert redact_completion(body, Visible(ids=True, logprobs=True)) is body
     everything = Redactor(Visible(ids=True, logprobs=True, usage=True, running_usage=True))
-    for data in (encoded(chunk(piece()), spaced=True), b"not even JSON"):
-        assert everything.event(data, None, None) is data
+    for event in (data_event(encoded(chunk(piece()), spaced=True)), b": ping\ndata:  {}\n\n"):
+        assert everything.event(event, parse(event_data(event) or b"")) is event
 
 
 def test_other_fields_keep_the_engines_spelling() -> None:

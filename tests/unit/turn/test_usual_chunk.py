@@ -1,20 +1,23 @@
-"""Evidence that is cut out of a chunk leaves the bytes that parsing the chunk would leave."""
+"""The chunks of vLLM fit the structs, which read and redact them as if they were read field by field."""
 
 import itertools
 import json
 from typing import Any
+from unittest.mock import patch
 
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.unit.turn.bodies import NOTHING, Body, CompletionReader, encoded, redact_chunk
+from tests.unit.turn.bodies import Body, CompletionReader, encoded, redact_chunk
 from tokenproxy.base.errors import EngineBroken
 from tokenproxy.base.request import Visible
 from tokenproxy.engine.sse import data_event, event_data
+from tokenproxy.turn import parsing, reader, wire
 from tokenproxy.turn.answer import Redactor
-from tokenproxy.turn.parsing import parse as parse_chunk
-from tokenproxy.turn.wire import UsualChunk
+from tokenproxy.turn.lenient import parse_leniently
+from tokenproxy.turn.usual import UsualChunk
 
 _VISIBLE = [
     Visible(ids, logprobs, usage, running, reasoning)
@@ -48,33 +51,42 @@ def _chunk(*choices: Body, **fields: Any) -> Body:
     return {**head, "choices": list(choices), "usage": _USAGE, **fields}
 
 
-def _outcome(redactor: Redactor, data: bytes, *, parse: bool) -> bytes | str | None:
-    try:
-        return redactor.chunk(parse_chunk(data)) if parse else redact_chunk(redactor, data)
-    except EngineBroken as error:
-        return str(error)
+def _outcome(visible: Visible, data: bytes, chunk: wire.Completion | None = None) -> Any:
+    """What a client gets of a chunk, as JSON; `chunk` if that was parsed already."""
+    redactor, event = Redactor(visible), data_event(data)
+    shown = redact_chunk(redactor, data) if chunk is None else redactor.event(event, chunk)
+    if shown is None:
+        return None
+    return parse_leniently(shown if chunk is None else event_data(shown) or b"")
 
 
-def _cut(data: bytes, visible: Visible = NOTHING) -> bytes | None:
-    usual = UsualChunk.match(data_event(data))
-    kept = None if usual is None else usual.redacted(visible)
-    return None if kept is None else event_data(kept)
+def _field_by_field(data: bytes) -> Any:
+    with patch.object(parsing, "_decode", side_effect=msgspec.DecodeError("")):
+        return parsing.parse(data)
 
 
 def _check(data: bytes) -> None:
-    """The law: a chunk is read and redacted as if it were parsed."""
+    """The law: a chunk is read and redacted as if it were read field by field."""
+    usual, odd = CompletionReader(), CompletionReader()
+    try:
+        usual.read(data)
+    except EngineBroken:
+        with pytest.raises(EngineBroken):
+            _field_by_field(data)
+        return
+    reader.CompletionReader.read(odd, _field_by_field(data))
+    assert usual.rest() == odd.rest()
     added, read = CompletionReader(), CompletionReader()
-    usual = UsualChunk.match(data_event(data))
     role = b'{"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}'
     added.read(role)
-    if usual is not None and added.add(usual):
+    chunk = UsualChunk.match(data_event(data))
+    if chunk is not None and added.add(chunk):
         read.read(role)
         read.read(data)
         assert added.rest() == read.rest()
     for visible in _VISIBLE:
-        redactor = Redactor(visible)
-        if not visible.every_chunk:
-            assert _outcome(redactor, data, parse=False) == _outcome(redactor, data, parse=True)
+        expected = _outcome(visible, data, _field_by_field(data))
+        assert _outcome(visible, data) == _outcome(visible, data, parsing.parse(data)) == expected
 
 
 @pytest.mark.parametrize("of_0_33", [{}, {"kv_transfer_params": None}], ids=["up to 0.32", "0.33"])
@@ -92,12 +104,14 @@ def _check(data: bytes) -> None:
         {"delta": {"content": 'é\U0001f600"\\/\n\t\x01,"token_ids":[1],"logprobs":{}}],"usage":{}'}},
     ],
 )
-def test_the_chunks_of_vllm_are_cut(fields: Body, of_0_33: Body) -> None:
+def test_the_chunks_of_vllm_fit_the_structs(fields: Body, of_0_33: Body) -> None:
     order = ("index", "delta", "logprobs", "finish_reason", "stop_reason", "token_ids")
     choice = _choice(**fields)
     ordered = {name: choice[name] for name in order if name in choice}
     data = json.dumps(_chunk(ordered, **of_0_33), separators=(",", ":"), ensure_ascii=False).encode()
-    assert _cut(data) is not None
+    assert type(parsing.parse(data)) is wire.Completion
+    assert parsing.encode(parsing.parse(data)) == data
+    assert UsualChunk.match(data_event(data)) is not None
     _check(data)
 
 
@@ -108,7 +122,7 @@ _ODD += [[1, 2], {"content": []}, {"content": "x", "y": 1}]
 
 
 @pytest.mark.parametrize("name", [*_choice(), "stop_reason", "prompt_token_ids", "error", "model", "usage"])
-def test_a_chunk_with_an_odd_field_is_redacted_as_if_it_were_parsed(name: str) -> None:
+def test_a_chunk_with_an_odd_field_is_read_as_if_field_by_field(name: str) -> None:
     for odd in _ODD:
         chunk = _chunk(_choice(**{name: odd}) if name in {*_choice(), "stop_reason"} else _choice())
         chunk |= {name: odd} if name in {*chunk, "prompt_token_ids", "error"} else {}
@@ -129,7 +143,7 @@ _edits = st.lists(
 @example([(_USUAL.index(b"null"), 4, b'"stop"')])
 @example([(_USUAL.index(b"[74]"), 4, b"[074]")])
 @example([(_USUAL.index(b"[74]"), 4, b"[7,]")])
-def test_any_bytes_are_redacted_as_if_they_were_parsed(edits: list[tuple[int, int, bytes]]) -> None:
+def test_any_bytes_are_read_as_if_field_by_field(edits: list[tuple[int, int, bytes]]) -> None:
     data = _USUAL
     for start, length, new in edits:
         data = data[:start] + new + data[start + length :]
@@ -150,6 +164,5 @@ _texts = st.text('ab "\\\n\u00e9\U0001f600\x00{}[],:', max_size=5) | st.sampled_
 def test_fields_of_evidence_in_a_text_are_text(content: str, token: str, model: str, escaped: bool) -> None:
     choice = _choice(delta={"content": content}, logprobs={"content": [_logprob(token)]})
     data = json.dumps(_chunk(choice, model=model), separators=(",", ":"), ensure_ascii=escaped).encode()
+    assert type(parsing.parse(data)) is wire.Completion
     _check(data)
-    if not escaped:
-        assert _cut(data) is not None

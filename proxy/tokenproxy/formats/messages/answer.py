@@ -60,7 +60,7 @@ class MessagesTranslation(Translation):
             blocks.append({**block, "input": _input(call.arguments or "")})
         complete = bool(calls) and all(is_object(call.arguments or "") for call in calls)
         reason, sequence = stop_reason(
-            self.finish, choice.stop_reason, tool_used=bool(calls), tool_complete=complete
+            self.finish, wire.stop_reason_of(choice), tool_used=bool(calls), tool_complete=complete
         )
         return _encode(
             {
@@ -80,8 +80,8 @@ class MessagesTranslation(Translation):
 
     def piece(self, choice: wire.Choice) -> bytes:
         """See `Translation.piece`."""
-        if choice.finish_reason is not None:
-            self._stop = choice.stop_reason
+        if choice.finish_reason:
+            self._stop = wire.stop_reason_of(choice)
         ready: list[bytes] = []
         delta = choice.said
         if thought := self.thought(delta):

@@ -52,7 +52,6 @@ class ResponsesTranslation(Translation):
             keep: stores it.
         """
         super().__init__()
-        self.reads_tokens = request.logprobs
         self._request = request
         self._items = items
         self._chain = chain
@@ -125,7 +124,7 @@ class ResponsesTranslation(Translation):
 
     def _add(self, choice: wire.Choice, message: dict[str, Any]) -> list[Event]:
         """The events for a message, or for the next piece of one."""
-        logprobs = _logprobs(choice.logprobs) if self._request.logprobs else []
+        logprobs = _logprobs(choice) if self._request.logprobs else []
         return self._outputs.add(message, self.thought(message), logprobs)
 
     def _complete(self) -> list[Event]:
@@ -282,8 +281,9 @@ def _usage(usage: wire.Usage) -> Item:
     }
 
 
-def _logprobs(logprobs: wire.Logprobs | None) -> list[Item]:
-    if not isinstance(logprobs, wire.TokenLogprobs):
+def _logprobs(choice: wire.Choice) -> list[Item]:
+    logprobs = wire.token_logprobs_of(choice.logprobs)
+    if logprobs is None:
         return []
     return [
         {**_logprob(position), "top_logprobs": [_logprob(other) for other in position.top_logprobs]}

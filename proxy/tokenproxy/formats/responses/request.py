@@ -22,7 +22,7 @@ from tokenproxy.formats.responses.items import (
     kind_of,
     text_field,
 )
-from tokenproxy.turn.parsing import encodable
+from tokenproxy.turn.lenient import encodable
 
 _AS_THEY_ARE = (
     "model", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "user",

@@ -9,12 +9,12 @@ import pytest
 from tests.unit.formats.chunks import SIGNER, TURN, call, chunk, events, outline
 from tokenproxy.formats.messages.answer import MessagesTranslation
 from tokenproxy.record.completion import Completion
-from tokenproxy.turn import parsing
+from tokenproxy.turn import parsing, wire
 
 _SIGNATURE = SIGNER.sign("", TURN)
 _ROLE = chunk(role="assistant", content="")
 _END = chunk("stop")
-_CASES: dict[str, tuple[list[parsing.Parsed], list[str]]] = {
+_CASES: dict[str, tuple[list[wire.Completion], list[str]]] = {
     "no chunk at all": ([], ["0 text", "0 stop"]),
     "thinking, then text": (
         [_ROLE, chunk(reasoning="a"), chunk(reasoning_content="b"), chunk(content="c"), _END],
@@ -54,7 +54,7 @@ _CASES: dict[str, tuple[list[parsing.Parsed], list[str]]] = {
 
 @pytest.mark.parametrize("case", _CASES.values(), ids=_CASES)
 @pytest.mark.parametrize("early", [False, True])
-def test_blocks(case: tuple[list[parsing.Parsed], list[str]], early: bool) -> None:
+def test_blocks(case: tuple[list[wire.Completion], list[str]], early: bool) -> None:
     chunks, expected = case
     assert outline(events(*chunks, early=early)) == expected
 
