@@ -73,7 +73,7 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
             await attempt.fail(refused.response.status)
             return refused.response
         if request.must_record and turn.plan.conversation is None:
-            raise not_recorded(turn.plan.reason or "unrecorded")
+            raise not_recorded(turn.plan.reason or "it names no session")
         recording = Recording(history, turn.plan, claims, turn.complete)
         response = await services.fleet.send(turn.send, turn.routing())
         if not isinstance(response, BytesResponse):
@@ -100,7 +100,8 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
 def not_recorded(reason: str) -> Forbidden:
     """The error for a turn that would be sampled without a record."""
     return Forbidden(
-        f"it is not recorded ({reason}), so that no limit of a session holds", code="route_not_recorded"
+        f"it would be sampled without a record ({reason}), so that no limit of a session holds",
+        code="route_not_recorded",
     )
 
 

@@ -21,7 +21,7 @@ from tokenproxy.fleet.weight_state import SharedError
 from tokenproxy.monitoring.metrics import Metrics
 from tokenproxy.record import feed
 from tokenproxy.record.store import Limits, RecordRefused, Store, StoreError
-from tokenproxy.record.turn import Turn
+from tokenproxy.record.turn import TellingTurn
 from tokenproxy.record.vocabulary import Cause
 from tokenproxy.samples.feed import FeedFilter, read_step
 from tokenproxy.samples.turn_json import traces_of
@@ -132,7 +132,7 @@ _DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "another turn": lambda packed: packed.replace(b"0000", b"0001"),
     "a frame": lambda packed: b"\x28\xb5\x2f\xfd" + packed,
     "ids of three bytes": lambda packed: msgspec.msgpack.encode(
-        replace(msgspec.msgpack.decode(packed, type=Turn), sampling_mask=(b"abc", b""))
+        replace(msgspec.msgpack.decode(packed, type=TellingTurn), sampling_mask=(b"abc", b""))
     ),
 }
 

@@ -22,13 +22,13 @@ from tokenproxy.web.keys import KeyScope, scope_of_engine_route
 _BODY: dict[str, Any] = {"messages": [user("Hi")]}
 _BODIES: dict[str, Any] = {
     "/tokenize": {"prompt": "Hi"},
-    "/v1/chat/completions/tokens": {"prompt_ids": [1, 74]},
+    "/sessions/s/v1/chat/completions/tokens": {"prompt_ids": [1, 74]},
     "/update_weights": {"update_info": {}},
 }
 
 _ROUTES = [
     ("turns", "POST", "/v1/chat/completions /sessions/s/v1/chat/completions /tokenize /v1/messages"),
-    ("turns", "POST", "/v1/chat/completions/tokens"),
+    ("turns", "POST", "/sessions/s/v1/chat/completions/tokens"),
     ("turns", "GET", "/models /"),
     ("inference", "POST", "/v1/embeddings /v1/sessions /v1/sessions/s/reward"),
     ("inference", "DELETE", "/v1/sessions/s"),
