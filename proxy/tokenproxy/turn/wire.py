@@ -168,9 +168,9 @@ class Choice(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     @property
     def said(self) -> dict[str, Any]:
         """The message, or what a chunk adds to it. A text becomes the content of one."""
-        if self.delta:
-            added: dict[str, Any] = msgspec.to_builtins(self.delta)
-            return added
+        if delta := self.delta:
+            values = ((name, getattr(delta, name)) for name in Delta.__struct_fields__)
+            return {name: value for name, value in values if value is not UNSET}
         if self.message:
             return message_of(self.message)
         return {"content": self.text} if self.text else {}

@@ -1,6 +1,7 @@
 """A streamed answer is the whole answer, in whatever pieces it comes, as the SDKs of clients read it."""
 
 import json
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -88,8 +89,18 @@ def _choice(index: int, **fields: Any) -> dict[str, Any]:
     return {"index": index, "finish_reason": None, "stop_reason": None, "token_ids": [5], **fields}
 
 
+_LATER: list[Callable[[dict[str, Any]], dict[str, Any]]] = [
+    lambda part: {},
+    lambda part: {"delta": {**part["delta"], "later": None}},
+    lambda part: {"later": None},
+]
+
+
 def _events(choices: list[list[dict[str, Any]]]) -> list[bytes]:
-    """The events of a stream with these deltas, one choice after the other in turns."""
+    """The events of a stream with these deltas, one choice after the other in turns.
+
+    Some hold fields that are not known.
+    """
     parts = [
         _choice(index, delta=delta)
         for step in range(max(map(len, choices)))
@@ -97,6 +108,7 @@ def _events(choices: list[list[dict[str, Any]]]) -> list[bytes]:
         for delta in deltas[step : step + 1]
     ]
     parts += [_choice(index, delta={}, finish_reason="stop") for index in range(len(choices))]
+    parts = [part | _LATER[number % len(_LATER)](part) for number, part in enumerate(parts)]
     head = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m"}
     return [data_event(msgspec.json.encode({**head, "choices": [part]})) for part in parts]
 
