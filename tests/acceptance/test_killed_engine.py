@@ -1,6 +1,8 @@
-"""The engine is killed under its requests: they get the documented errors, and the record survives."""
+"""What all requests before left behind; then the engine is killed under its requests: they get the documented
+errors, and the record survives."""
 
 import os
+import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from uuid import uuid4
@@ -16,6 +18,12 @@ from tests.support.utils import wait_until
 _LONG: Fields = {"model": MODEL, "max_tokens": 3000, "ignore_eos": True}
 _CANNOT_GO_ON: Fields = {"stop": ["\u2603\u2603"]}
 """A stop string may lie across a break. Other streams wait for the engine to start again."""
+
+
+def test_all_that_the_engine_answered_was_known(server: Server) -> None:
+    """What is not declared in `turn/wire.py` is read slowly."""
+    counts = re.findall(r"(?m)^tokenproxy_odd_chunks_total (\S+)$", server.http.get("/metrics").text)
+    assert counts and not any(map(float, counts))
 
 
 def test_requests_of_a_killed_engine_end_with_an_error(front: Server) -> None:
