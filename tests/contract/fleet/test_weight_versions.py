@@ -34,6 +34,7 @@ def start(tiny_model: TinyModel) -> Iterator[Callable[[int], list[FakeTrained]]]
             for engine in engines:
                 engine.usual.ids = (*HI,) * 4
                 engine.waits_at = _BEFORE
+                engine.usual.pause_s = 0.02  # the end of a pause is read before the next id arrives
             return engines
 
         yield start
