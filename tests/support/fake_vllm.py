@@ -356,3 +356,10 @@ _ROUTES = {  # by name, so that a subclass may replace one
 def _error(status: int, message: str, kind: str, param: str | None = None) -> web.Response:
     headers = {"content-type": "application/json"}
     return respond(Canned(error_body(message, kind, param, status), status, headers))
+
+
+def script(engines: Sequence[FakeVllm], *replies: Reply) -> None:
+    """How the next generations go, whichever of the engines gets them."""
+    shared = deque(replies)
+    for engine in engines:
+        engine.replies = shared

@@ -23,7 +23,7 @@ for _table in ("EVIDENCE", "ASKED", "RECORDED"):
     setattr(evidence, _table, (*getattr(evidence, _table), _FACT))
 
 # ruff: noqa: E402 - after the table has the row
-from tests.support.fake_vllm import FakeVllm, Reply, Variant, data_of
+from tests.support.fake_vllm import FakeVllm, Reply, Variant, data_of, script
 from tests.support.talk import CHAT, user
 from tests.support.tiny_model import SPLIT, make_tiny_model
 from tests.support.utils import run_proxy
@@ -57,7 +57,7 @@ def _check(model: Any, variant: Variant, store: str) -> None:
                 for engine in engines:
                     engine.replies.clear()
                 if breaks:
-                    _script(engines, Reply(ids=SPLIT[:3], finish="abort"), Reply(ids=SPLIT[3:]))
+                    script(engines, Reply(ids=SPLIT[:3], finish="abort"), Reply(ids=SPLIT[3:]))
                 answer = client.post(path, json=body, headers={"x-session-id": name})
                 assert answer.status_code == 200, answer.text
                 parts = list(data_of(answer.content)) if stream else [answer.json()]
@@ -80,26 +80,12 @@ def _check_lack(engine: FakeVllm) -> None:
         ("entropies", "return_entropies"): lambda ids: _entropies(ids) if set(ids) <= {*SPLIT[:2]} else None
     }
     with run_proxy([engine], store="memory:") as client:
-        _script([engine], Reply(ids=SPLIT, break_at=3, how="reset"), Reply(ids=SPLIT[2:]))
+        script([engine], Reply(ids=SPLIT, break_at=3, how="reset"), Reply(ids=SPLIT[2:]))
         client.post(CHAT, json={"messages": [user("Hi")], "stream": True}, headers={"x-session-id": "lack"})
         [sample] = client.get("/v1/sessions/lack/samples").json()["samples"]
         [turn] = sample["turns"]
         assert (sample["completion_ids"], turn["entropies"]) == (list(SPLIT), None)
         assert len(turn["segments"]) == 2
-
-
-def _script(engines: list[FakeVllm], *replies: Reply) -> None:
-    left = list(replies)
-
-    class Shared(list[Reply]):
-        def popleft(self) -> Reply:
-            return left.pop(0)
-
-        def __bool__(self) -> bool:
-            return bool(left)
-
-    for engine in engines:
-        engine.replies = Shared()  # type: ignore[assignment]
 
 
 def main(variant: Variant, store: str) -> None:

@@ -50,6 +50,8 @@ class Stored(NamedTuple):
     """Its type there; None stands for no value."""
     pack: Callable[[Any], Any]
     unpack: Callable[[Any], Any]
+    whole: Callable[[Any], bool] = lambda stored: True
+    """Whether what is stored is not cut off; cheaper than to unpack it."""
 
 
 def _pack_lists(lists: Sequence[Sequence[int]]) -> tuple[bytes, bytes]:
@@ -65,8 +67,12 @@ def _unpack_lists(packed: tuple[bytes, bytes]) -> list[list[int]]:
     return [items[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]
 
 
+def _is_whole(packed: tuple[bytes, bytes]) -> bool:
+    return not any(len(part) % 4 for part in packed)
+
+
 AS_IT_IS = Stored(Any, lambda value: value, lambda value: value)
-LISTS_OF_IDS = Stored(tuple[bytes, bytes] | None, _pack_lists, _unpack_lists)
+LISTS_OF_IDS = Stored(tuple[bytes, bytes] | None, _pack_lists, _unpack_lists, _is_whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +108,7 @@ class Fact:
             return values[-1] if values else None
         return [item for value in values for item in value]
 
-    def placed(self, value: msgspec.Raw | None, before: int) -> msgspec.Raw | None:
+    def shift(self, value: msgspec.Raw | None, before: int) -> msgspec.Raw | None:
         """The value that a later segment reports, or a piece of it; None for none.
 
         Args:
@@ -116,7 +122,7 @@ class Fact:
         moved = [replace(span, start=span.start + before, end=span.end + before) for span in spans or ()]
         return msgspec.Raw(msgspec.json.encode(moved)) if moved else None
 
-    def joined(
+    def join(
         self, before: msgspec.Raw | None, after: msgspec.Raw | None, counts: tuple[int, int]
     ) -> msgspec.Raw | None:
         """The value of a turn of two segments; None for none.
@@ -124,7 +130,7 @@ class Fact:
         Args:
             counts: number of the ids of each.
         """
-        after = self.placed(after, counts[0])
+        after = self.shift(after, counts[0])
         if self.segments not in (Joining.CONCATENATED, Joining.SHIFTED):
             return before if after is None and self.segments is Joining.LAST else after
         lists = [([] if each is None else self.read([each]) or []) for each in (before, after)]
@@ -133,15 +139,19 @@ class Fact:
         both = lists[0] + lists[1]
         return msgspec.Raw(msgspec.json.encode(both)) if both else None
 
-    def packed(self, value: Any, count: int) -> Any:
+    def pack(self, value: Any, count: int) -> Any:
         """What the record keeps of a value, for so many sampled ids."""
         if value is None or self.stored is None or (self.per_id and len(value) != count):
             return None
         return self.stored.pack(value)
 
-    def unpacked(self, stored: Any) -> Any:
-        """The inverse of `packed`. Raises ValueError if it is damaged."""
+    def unpack(self, stored: Any) -> Any:
+        """The inverse of `pack`. Raises ValueError if it is damaged."""
         return stored if stored is None or self.stored is None else self.stored.unpack(stored)
+
+    def is_whole(self, stored: Any) -> bool:
+        """Whether what the record keeps is not cut off."""
+        return stored is None or self.stored is None or self.stored.whole(stored)
 
 
 WEIGHTS = "weight_versions"

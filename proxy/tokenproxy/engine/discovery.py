@@ -164,7 +164,7 @@ async def discover(engine: Engine) -> Capabilities:
         _kv_cache(engine),
     )
     model = models[0] if models else None
-    tells = _told(completion)
+    tells = _reported(completion)
     return Capabilities(
         version, model, names, token_in, rendered_fields, mode, images, cache, tells, parses_ids
     )
@@ -241,7 +241,7 @@ async def _complete(engine: Engine, fields: dict[str, object]) -> tuple[int, dic
     return status, _json(body) if status == 200 else {}
 
 
-def _told(completion: dict[str, object]) -> frozenset[str]:
+def _reported(completion: dict[str, object]) -> frozenset[str]:
     """Names of the facts that a choice reports; engines that do not know one ignore the request for it."""
     choices = completion.get("choices")
     first = choices[0] if isinstance(choices, list) and choices else None

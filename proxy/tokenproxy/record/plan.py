@@ -116,6 +116,7 @@ def place(
         rollout = match.turn.rollout
     elif rollout is None:
         rollout, new = session_id(request.tenant, new_id()), True
+    recorded = request.record and (request.must_record or not is_probe(request.headers))
     session = Session(
         id=rollout,
         tenant=request.tenant,
@@ -127,17 +128,13 @@ def place(
         request=request,
         session=session,
         scope=scope,
-        conversation=conversation if request.must_record or not _unrecorded(request) else None,
+        conversation=conversation if recorded else None,
         new_rollout=new,
         findable=request.findable,
         match=match,
         logprobs_mode=model.logprobs_mode,
         reason=match.reason,
     )
-
-
-def _unrecorded(request: ChatRequest) -> bool:
-    return not request.record or is_probe(request.headers)
 
 
 def place_nowhere(request: ChatRequest, model: ServedModel) -> PromptPlan:

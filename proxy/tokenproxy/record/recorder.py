@@ -295,7 +295,7 @@ def _new_turn(
         alternatives=pack_alternatives(choice.alternatives) if 0 < len(choice.alternatives) == count else b"",
         prompt_tokens=len(appended) // 4 + (parent.count if parent else 0),
         **{name: getattr(choice, name) for name in UNCHANGED},
-        **{fact.name: fact.packed(choice.facts.get(fact.name), count) for fact in RECORDED},
+        **{fact.name: fact.pack(choice.facts.get(fact.name), count) for fact in RECORDED},
         routed_experts_start=request.routed_experts_start if choice.facts.get("routed_experts") else 0,
         spelling_before=history.strict_before(len(history.messages)),
         spelling=own.strict if own and findable else b"",

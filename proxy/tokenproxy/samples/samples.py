@@ -384,5 +384,5 @@ class _Rollout:
             ],
             request_class=self.classes[turn.id],
             **{name: getattr(turn, name) for name in UNCHANGED},
-            **{fact.name: fact.unpacked(getattr(turn, fact.name, None)) for fact in RECORDED},
+            **{fact.name: fact.unpack(getattr(turn, fact.name, None)) for fact in RECORDED},
         )

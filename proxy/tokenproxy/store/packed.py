@@ -58,10 +58,11 @@ def _unpack_turn(name: str, packed: bytes) -> Turn:
     turn = _TURN.decode(_decompress(packed) if packed[:1] == _FRAME else packed)
     if turn.id != name:
         raise ValueError(f"it holds the turn {turn.id!r}")
-    if any(len(each) % 4 for each in (turn.appended, turn.completion, turn.logprobs)):
+    arrays = (turn.appended, turn.completion, turn.logprobs)
+    if any(len(each) % 4 for each in arrays) or not all(
+        fact.is_whole(getattr(turn, fact.name)) for fact in RECORDED
+    ):
         raise ValueError("its ids or log-probabilities are cut off")
-    for fact in RECORDED:
-        fact.unpacked(getattr(turn, fact.name))
     return turn
 
 

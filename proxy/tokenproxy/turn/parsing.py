@@ -102,5 +102,5 @@ def _plain(value: Any) -> Any:
     if not isinstance(value, (OddCompletion, OddChoice, OddDelta)):
         return value
     names = [name for name in value.__struct_fields__ if name not in ("more", "why")]
-    told = {name: _plain(getattr(value, name)) for name in names if getattr(value, name) is not UNSET}
-    return {**told, **value.more}
+    fields = {name: _plain(getattr(value, name)) for name in names if getattr(value, name) is not UNSET}
+    return {**fields, **value.more}

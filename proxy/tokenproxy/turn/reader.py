@@ -78,8 +78,8 @@ class _Echo:
 
 def holds_more(choice: wire.Choice) -> bool:
     """Whether a piece of a choice holds more than its end."""
-    held = wire.is_set(choice.token_ids) and bytes(choice.token_ids or b"") != b"[]"
-    return held or bool(choice.delta and choice.delta.sampled) or _facts_of(choice) != _NO_FACTS
+    has_ids = wire.is_set(choice.token_ids) and bytes(choice.token_ids or b"") != b"[]"
+    return has_ids or bool(choice.delta and choice.delta.sampled) or _facts_of(choice) != _NO_FACTS
 
 
 def _says(choice: wire.Choice) -> bool:
@@ -172,9 +172,9 @@ class CompletionReader:
                 self._closed += 1
 
     def _read_cached(self, usage: msgspec.Raw) -> None:
-        told = wire.usage_of(usage)
-        if told is not None and told.cached_tokens is not None:
-            self._cached_tokens = told.cached_tokens
+        read = wire.usage_of(usage)
+        if read is not None and read.cached_tokens is not None:
+            self._cached_tokens = read.cached_tokens
 
     def progress(self) -> dict[int, int] | None:
         """Number of sampled ids that arrived, by the index of the choice; None if some came without ids."""
@@ -274,8 +274,8 @@ class _Sampled:
             self.sampled.finish_reason = choice.finish_reason
         if choice.stop_reason and (reason := wire.stop_reason_of(choice)) is not None:
             self.sampled.stop_reason = reason
-        if (told := _facts_of(choice)) != _NO_FACTS:
-            for fact, value in zip(EVIDENCE, told, strict=True):
+        if (values := _facts_of(choice)) != _NO_FACTS:
+            for fact, value in zip(EVIDENCE, values, strict=True):
                 if value:
                     self._facts.setdefault(fact.name, []).append(msgspec.Raw(bytes(value)))
         if isinstance(choice, OddChoice) and "index" in choice.more:

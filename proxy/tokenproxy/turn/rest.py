@@ -245,7 +245,7 @@ def joined(body: bytes, rest: Rest, more: bytes, *, parsed: bool) -> bytes:
     choice["logprobs"] = raw({**after, "content": raw(_both(before, after, "content"))})
     counts = len(rest.sampled), len(new)
     for fact in EVIDENCE:
-        both = fact.joined(first.pop(fact.name, None), rests[0].get(fact.name), counts)
+        both = fact.join(first.pop(fact.name, None), rests[0].get(fact.name), counts)
         choice.pop(fact.name, None)
         if both is not None:
             choice[fact.name] = both
@@ -274,7 +274,7 @@ def _placed(choice: Fields, rest: Rest) -> Fields:
     """A choice of the next engine with the index of the one that it continues."""
     placed = choice | {"index": raw(rest.choice)}
     for fact in EVIDENCE:
-        if (value := fact.placed(placed.pop(fact.name, None), len(rest.sampled))) is not None:
+        if (value := fact.shift(placed.pop(fact.name, None), len(rest.sampled))) is not None:
             placed[fact.name] = value
     return placed
 

@@ -72,8 +72,8 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
         except EngineRefused as refused:
             await attempt.fail(refused.response.status)
             return refused.response
-        if request.must_record and turn.plan.conversation is None:
-            raise not_recorded(turn.plan.reason or "it names no session")
+        if turn.plan.conversation is None:
+            _check_unrecorded(request, turn.plan, services)
         recording = Recording(history, turn.plan, claims, turn.complete)
         response = await services.fleet.send(turn.send, turn.routing())
         if not isinstance(response, BytesResponse):
@@ -97,12 +97,20 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
         return await _whole(response, turn, answer, recording, attempt, stack)
 
 
-def not_recorded(reason: str) -> Forbidden:
-    """The error for a turn that would be sampled without a record."""
-    return Forbidden(
-        f"it would be sampled without a record ({reason}), so that no limit of a session holds",
-        code="route_not_recorded",
-    )
+def _check_unrecorded(request: ChatRequest, plan: PromptPlan, services: Services) -> None:
+    """Refuse a turn that would be sampled without a record, where clients have keys.
+
+    Keys for trainers may sample what cannot be placed or read, but not what is never recorded.
+
+    Raises:
+        Forbidden: its client may not sample it.
+    """
+    if request.must_record or (not request.record and services.settings.asks_for_keys):
+        reason = request.special or plan.reason or "it names no session"
+        raise Forbidden(
+            f"it would be sampled without a record ({reason}), so that no limit of a session holds",
+            code="route_not_recorded",
+        )
 
 
 async def _whole(

@@ -24,7 +24,7 @@ from tokenproxy.formats.trl import Prompt, TrlAnswer, batch_answer, parse_batch,
 from tokenproxy.record.session_rules import count_refusal
 from tokenproxy.record.store import DOCUMENTS, StoreError, session_id
 from tokenproxy.record.store_time import StoreTime
-from tokenproxy.turn.serve import not_recorded, serve_turn
+from tokenproxy.turn.serve import serve_turn
 from tokenproxy.turn.services import Services
 from tokenproxy.web.base import Route, StoreRoute, parse_bounded
 from tokenproxy.web.keys import KeyScope
@@ -69,8 +69,6 @@ class TurnRoute(Route):
         try:
             chat = await parse_bounded(request, services, partial(wire_format.parse, request, session))
             chat = await services.model_aliases.map(chat, services.fleet)
-            if not chat.record and services.settings.asks_for_keys:
-                raise not_recorded(chat.special)
         except ApiError as error:
             await count_refusal(services.store, rollout, error.status, error.message)
             raise
@@ -173,9 +171,9 @@ class _Stored:
             raise BadRequest.of("input", f"names stored responses of more than {most} MiB: send fewer")
         for name in large:  # one at a time: others wait for the store meanwhile
             async with self._services.large_documents:
-                held = await store.get(DOCUMENTS, [name + _CONTENT])
+                contents = await store.get(DOCUMENTS, [name + _CONTENT])
             del documents[asked[name]]
-            documents.update((asked[name], content) for content in held.values())
+            documents.update((asked[name], content) for content in contents.values())
         return documents
 
     async def keep(self, name: str, content: bytes) -> bool:

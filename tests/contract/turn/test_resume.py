@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.fake_vllm import Canned, FakeVllm, Reply, Variant, data_of
+from tests.support.fake_vllm import Canned, FakeVllm, Reply, Variant, data_of, script
 from tests.support.scraping import Scrape
 from tests.support.talk import CHAT, GENERATE, user
 from tests.support.tiny_model import SPLIT, TinyModel
@@ -31,18 +31,8 @@ class Two:
     client: httpx.Client
 
     def script(self, *replies: Reply) -> None:
-        """How the next generations go, whichever engine gets them."""
-        left = list(replies)
-
-        class Shared(list[Reply]):
-            def popleft(self) -> Reply:
-                return left.pop(0)
-
-            def __bool__(self) -> bool:
-                return bool(left)
-
-        for engine in self.engines:
-            engine.replies = Shared()  # type: ignore[assignment]
+        """See `script`."""
+        script(self.engines, *replies)
 
     def generated(self) -> list[tuple[list[int], Any]]:
         """The prompts of ids that the engines got, and the numbers of ids that they may sample after them."""

@@ -32,14 +32,14 @@ def _raw(value: Any) -> msgspec.Raw | None:
     ],
 )
 def test_two_segments_of_two_ids_join(name: str, before: Any, after: Any, both: Any) -> None:
-    joined = _FACTS[name].joined(_raw(before), _raw(after), (2, 2))
+    joined = _FACTS[name].join(_raw(before), _raw(after), (2, 2))
     assert (None if joined is None else json.loads(bytes(joined))) == both
 
 
 def test_the_later_value_counts_where_that_is_the_rule() -> None:
     fact = Fact("load", int)
     joined = [
-        fact.joined(_raw(before), _raw(after), (1, 1)) for before, after in ((1, 2), (1, None), (None, 2))
+        fact.join(_raw(before), _raw(after), (1, 1)) for before, after in ((1, 2), (1, None), (None, 2))
     ]
     assert [each and bytes(each) for each in joined] == [b"2", b"1", b"2"]
 
@@ -63,11 +63,11 @@ def test_pieces_are_read(name: str, pieces: list[Any], value: Any) -> None:
 def test_what_is_packed_is_unpacked() -> None:
     values = {"routed_experts": "AA", "sampling_mask": [[1, 2**31 - 1], []]}
     for fact in RECORDED:
-        packed = fact.packed(values[fact.name], 2)
+        packed = fact.pack(values[fact.name], 2)
         assert msgspec.convert(packed, fact.stored.kind if fact.stored else None) == packed
-        assert fact.unpacked(packed) == values[fact.name]
-        assert fact.packed(None, 2) is fact.unpacked(None) is None
-        assert (fact.packed(values[fact.name], 3) is None) is fact.per_id
+        assert fact.unpack(packed) == values[fact.name]
+        assert fact.pack(None, 2) is fact.unpack(None) is None
+        assert (fact.pack(values[fact.name], 3) is None) is fact.per_id
     assert {fact.segments for fact in EVIDENCE} >= {Joining.SHIFTED, Joining.DROPPED}
     with pytest.raises(ValueError):
-        _FACTS["sampling_mask"].unpacked((b"abc", b""))
+        _FACTS["sampling_mask"].unpack((b"abc", b""))

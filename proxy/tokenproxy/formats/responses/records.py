@@ -1,8 +1,8 @@
 """Responses and summaries as they are stored, and the items of a conversation read from them.
 
 A stored response is one document: the response object, the input items of its request, and the ids of the
-responses before it. So a conversation of any length is read with two calls, and no item is stored twice. It
-does not use the record of turns, which may be evicted or not recorded, and hold no ids and types of items.
+responses before it. So a conversation is read in two steps, and no item is stored twice. It does not use the
+record of turns, which may be evicted or not recorded, and hold no ids and types of items.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
