@@ -158,7 +158,7 @@ class SessionKeys:
         """Raise the generation of a rollout, kept for as long as a key may live; returns the new one."""
         for _ in range(_TRIES):
             before = (await self._store.get(_SPACE, [rollout])).get(rollout)
-            generation = max(int(before or 0) + by, int(self._clock() * 1000) if by else 0)
+            generation = max(int(before or 0) + by, int(self._clock() * 1e6) if by else 0)
             kept = LONGEST_S + 2 * LEEWAY_S
             if await self._store.put(_SPACE, rollout, b"%d" % generation, keep_s=kept, before=before):
                 return generation

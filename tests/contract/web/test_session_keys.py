@@ -213,22 +213,32 @@ _ODD: dict[str, tuple[bytes, dict[str, str]]] = {
 }
 
 
+_PATHS = {
+    CHAT: b'{"max_tokens": 4, "stream": %b, ',
+    "/v1/messages": b'{"model": "tiny", "max_tokens": 4, "stream": %b, ',
+    "/v1/responses": b'{"max_output_tokens": 16, "stream": %b, ',
+    "/v1/completions": b'{"prompt": [74], "max_tokens": 4, "stream": %b, ',
+    f"{CHAT}/tokens": b'{"prompt_ids": [74], "max_tokens": 4, "stream": %b, ',
+}
+"""The beginnings of requests that sample."""
+
+
 @pytest.mark.parametrize("odd", _ODD)
 def test_what_is_sampled_is_recorded(proxy: Proxy, name: str, odd: str) -> None:
     """With a key that takes turns alone a request is refused, or its turn counts."""
     body, headers = _ODD[odd]
     key = proxy.create(name)
-    for path in (CHAT, "/v1/messages", "/v1/responses", "/v1/completions", f"{CHAT}/tokens"):
+    for path, fields in _PATHS.items():
         for stream in (b"false", b"true"):
             before, recorded = len(proxy.engine.generations()), proxy.turns(name)
-            more = b'{"max_tokens": 4, "input": "Hi", "prompt": [74], "prompt_ids": [74], "stream": %b, '
-            if path in (CHAT, "/v1/messages", "/v1/responses"):
-                more = more.replace(b'"prompt": [74], "prompt_ids": [74], ', b"")
             sent = {"authorization": f"Bearer {key}", "content-type": "application/json", **headers}
-            proxy.client.post(path, content=more % stream + body[1:], headers=sent)
+            content = fields % stream + body[1:]
+            if path == "/v1/responses":
+                content = content.replace(b"messages", b"input")
+            proxy.client.post(path, content=content, headers=sent)
             sampled = len(proxy.engine.generations()) - before
             assert proxy.turns(name) - recorded == sampled, (path, stream)
-            assert sampled == 1 or odd != "a probe"
+            assert sampled == 1 or odd != "a probe", (path, stream)
     assert not any(seen.json.get("use_beam_search") for seen in proxy.engine.generations())
 
 
