@@ -30,7 +30,9 @@ _of_request: ContextVar["StoreTime | None"] = ContextVar("store_time", default=N
 class StoreTime:
     """The remaining time of a request. In a `with`, of the block and of the tasks that it creates.
 
-    What an inner block uses is also used of the outer one: the request waits no longer altogether.
+    What an inner block uses before it fails is also used of the outer one: a request waits no longer for a
+    store that does not respond. Reads that are answered are free, because a turn that goes on after many
+    breaks reads at each of them.
     """
 
     __slots__ = ("_before", "_outer", "_seconds", "left")
@@ -38,13 +40,17 @@ class StoreTime:
     def __init__(self, seconds: float) -> None:
         self.left = self._seconds = seconds
 
+    def renew(self) -> None:
+        """Give it all its time again."""
+        self.left = max(self.left, self._seconds)
+
     def __enter__(self) -> None:
         self._outer = _of_request.get()
         self._before = _of_request.set(self)
 
     def __exit__(self, *error: object) -> None:
         _of_request.reset(self._before)
-        if self._outer is not None:
+        if self._outer is not None and error[0] is not None:
             self._outer.left -= self._seconds - self.left
 
 
@@ -53,6 +59,13 @@ def add_store_time(seconds: float) -> None:
     limit = _of_request.get()
     if limit is not None:
         limit.left += seconds
+
+
+def renew_store_time() -> None:
+    """Give the request of the current block its whole time again, because it goes on after a break."""
+    limit = _of_request.get()
+    if limit is not None:
+        limit.renew()
 
 
 def running_store_time() -> StoreTime:

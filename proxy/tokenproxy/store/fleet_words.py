@@ -46,6 +46,5 @@ class StoredWords:
         try:
             await within(max(0.0, limit.left), work)
         except TimeoutError as error:
-            raise SharedError("the request has waited for the store as long as it may") from error
-        finally:
             limit.left -= monotonic() - began
+            raise SharedError("the request has waited for the store as long as it may") from error

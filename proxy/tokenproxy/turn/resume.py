@@ -23,6 +23,7 @@ from tokenproxy.fleet.dispatch import Work
 from tokenproxy.fleet.replica import Replica
 from tokenproxy.record.completion import Completion as Recorded
 from tokenproxy.record.recorder import Recording
+from tokenproxy.record.store_time import renew_store_time
 from tokenproxy.record.vocabulary import ABORTED
 from tokenproxy.turn.answer import Answer
 from tokenproxy.turn.rest import Rest, end_event, is_full, joined, rest_events, usage_event
@@ -226,6 +227,7 @@ class Resume:
     async def _was_asked(self) -> bool:
         """Whether somebody asked for an abort since the turn was sent the last time, or nothing tells."""
         for _ in range(_READS):
+            renew_store_time()  # it may go on for minutes, and waits for each read as another request would
             if await self._weights.refresh():
                 return self._weights.state.aborts != self._turn.aborts
             await asyncio.sleep(_RETRY_S)

@@ -426,3 +426,27 @@ async def test_a_request_waits_no_longer_for_a_store_that_hangs_because_another_
         fleet.weights.words = None
     hangs.set()
     await guarded.aclose()
+
+
+async def test_reads_that_a_store_answers_take_nothing_of_the_time_of_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A turn that updates break off again and again reads the weights at each break, for minutes."""
+    store = SqliteStore(None, Limits())
+
+    async def get(*args: Any, **options: Any) -> dict[str, bytes]:
+        await asyncio.sleep(0.01)
+        return {}
+
+    monkeypatch.setattr(store, "get", get)
+    guarded = GuardedStore(store, Metrics())
+    await guarded.open()
+    async with fleet_of(*engines(1)) as fleet:
+        fleet.weights.words = StoredWords(guarded, "fleet/weights")
+        limit = StoreTime(1.0)
+        with limit:
+            for _ in range(4):
+                assert await asyncio.gather(*(fleet.weights.refresh() for _ in range(3))) == [True] * 3
+        fleet.weights.words = None
+    assert limit.left == 1.0
+    await guarded.aclose()

@@ -1,10 +1,13 @@
 """A turn whose engine breaks off goes on from the ids sampled so far: one answer, one recorded turn."""
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
 from typing import Any
 
 import httpx
@@ -15,6 +18,7 @@ from tests.support.scraping import Scrape
 from tests.support.talk import CHAT, GENERATE, user
 from tests.support.tiny_model import SPLIT, TinyModel
 from tests.support.utils import run_proxy, wait_until
+from tokenproxy.store.sqlite import SqliteStore
 
 _EVIDENCE = {"return_token_ids": True, "logprobs": True, "stream_options": {"include_usage": True}}
 _JSON = {"content-type": "application/json"}
@@ -46,11 +50,11 @@ class Two:
 
 
 @contextmanager
-def _two(model: TinyModel, variant: Variant, **settings: Any) -> Iterator[Two]:
+def _two(model: TinyModel, variant: Variant, store: str = "memory:", **settings: Any) -> Iterator[Two]:
     with (
         FakeVllm(model, variant) as one,
         FakeVllm(model, variant) as other,
-        run_proxy([one, other], store="memory:", **settings) as client,
+        run_proxy([one, other], store=store, **settings) as client,
     ):
         yield Two([one, other], client)
 
@@ -401,6 +405,35 @@ def test_a_turn_is_not_sampled_anew_without_end(tiny_model: TinyModel) -> None:
         assert answer.json()["choices"][0]["finish_reason"] == "abort"
         dropped = [each for each in _turn(two.client, "s")["segments"] if each["end"] == 0]
         assert len(dropped) == 5
+
+
+def test_a_store_that_stalls_for_a_moment_ends_no_turn(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each read of whether an abort was asked for waits as long for the store as another request."""
+    stalls, get, reads = Event(), SqliteStore.get, list[str]()
+
+    async def slow(self: SqliteStore, space: str, *args: Any, **options: Any) -> Any:
+        if space.endswith("/weights") and stalls.is_set():
+            reads.append(space)
+            while stalls.is_set():
+                await asyncio.sleep(0.01)
+        return await get(self, space, *args, **options)
+
+    monkeypatch.setattr(SqliteStore, "get", slow)
+    store = f"sqlite://{tmp_path}/turns.db"
+    with _two(tiny_model, Variant.CHAT, store, resume="all", store_timeout_s=0.2) as two:
+        two.script(Reply(ids=SPLIT[:3], finish="abort", hold_at=2), Reply(ids=SPLIT[3:]))
+        body = {"messages": [user("Hi")], "stream": True}
+        with two.client.stream("POST", CHAT, json=body, headers={"x-session-id": "s"}) as answer:
+            wait_until(lambda: sum(engine.held for engine in two.engines))
+            stalls.set()
+            for engine in two.engines:
+                engine.release()
+            wait_until(lambda: len(reads) >= 3)
+            stalls.clear()
+            answer.read()
+        assert _turn(two.client, "s")["ids"] == list(SPLIT)
 
 
 def test_an_aborted_turn_that_is_not_recorded_is_sampled_anew(tiny_model: TinyModel) -> None:
