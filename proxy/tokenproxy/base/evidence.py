@@ -180,6 +180,8 @@ EVIDENCE: tuple[Fact, ...] = (
 
 ASKED = tuple(fact for fact in EVIDENCE if fact.asked_by)
 """Those that engines report only if they are asked."""
+OF_ONE_ENGINE = tuple([fact.name for fact in EVIDENCE if fact.segments is Joining.DROPPED])
+"""The names of those that only a turn of one segment has."""
 RECORDED = tuple(fact for fact in EVIDENCE if fact.stored is not None)
 
 

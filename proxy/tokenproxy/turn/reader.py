@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from chat_tokenizer import InvalidIds, ids
-from tokenproxy.base.evidence import EVIDENCE, WEIGHTS
+from tokenproxy.base.evidence import EVIDENCE, OF_ONE_ENGINE, WEIGHTS
 from tokenproxy.base.fields import NULL
 from tokenproxy.record.completion import Batch, Completion, SampledChoice
 from tokenproxy.record.turn import WeightSpan, ids_array
@@ -192,6 +192,12 @@ class CompletionReader:
                 found.append(Rest(index, prompt, list(choice.ids or ()), choice.message))
         return found
 
+    def drop_facts(self) -> None:
+        """Forget the facts that choices lose because another engine goes on with them."""
+        for choice in self._choices.values():
+            if not choice.closed:
+                choice.drop_facts()
+
     @property
     def prompt(self) -> bytes:
         """The prompt of the first choice as a JSON array of ids; empty if it did not arrive."""
@@ -280,6 +286,11 @@ class _Sampled:
                     self._facts.setdefault(fact.name, []).append(msgspec.Raw(bytes(value)))
         if isinstance(choice, OddChoice) and "index" in choice.more:
             self.mark("index")
+
+    def drop_facts(self) -> None:
+        """See `CompletionReader.drop_facts`."""
+        for name in OF_ONE_ENGINE:
+            self._facts.pop(name, None)
 
     def _add_delta(self, delta: wire.Delta) -> None:
         if delta.content.__class__ is str:

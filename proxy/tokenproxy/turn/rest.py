@@ -14,7 +14,7 @@ import msgspec
 
 from chat_tokenizer import ids
 from tokenproxy.base.errors import CannotGoOn, EngineBroken
-from tokenproxy.base.evidence import EVIDENCE
+from tokenproxy.base.evidence import EVIDENCE, OF_ONE_ENGINE
 from tokenproxy.base.fields import NULL, is_null, join, raw, raw_value, read
 from tokenproxy.base.http import Request, Response
 from tokenproxy.base.request import ChatRequest
@@ -261,10 +261,14 @@ def joined(body: bytes, rest: Rest, more: bytes, *, parsed: bool) -> bytes:
 
 
 def split_end(data: bytes) -> tuple[bytes, bytes]:
-    """A chunk whose choices end, as one without their ends and one that holds nothing else."""
+    """A chunk whose choices end, as one without their ends and one that holds nothing else.
+
+    What a turn of two segments does not have belongs to the end.
+    """
     fields, rests, ends = parse_response(data, _ROUTE), [], []
     for choice in _choices(fields):
-        end = {name: choice[name] for name in ("index", *_END) if name in choice}
+        of_end = {name: choice.pop(name) for name in OF_ONE_ENGINE if name in choice}
+        end = {name: choice[name] for name in ("index", *_END) if name in choice} | of_end
         rests.append(choice | dict.fromkeys(_END, _NULL))
         ends.append(end | {"delta": raw({}), "token_ids": raw([])})
     return join({**fields, "choices": raw(rests)}), join({**fields, "choices": raw(ends)})

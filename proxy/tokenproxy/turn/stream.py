@@ -172,6 +172,7 @@ class RecordedStream:
         prompt = self._reader.prompt
         if first is not None and prompt and await self._resume.end_segment(rests, why):
             await self._response.aclose()  # it counts as running until then
+            self._reader.drop_facts()
             ended = self._reader.sampled - sum(len(rest.sampled) for rest in rests)
             self._blocks = self._resume.events(rests, first, prompt, ended, told=self._reader.usage_read)
             return True

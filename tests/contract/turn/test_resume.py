@@ -109,6 +109,22 @@ def test_an_abort_goes_on_only_where_that_is_set(tiny_model: TinyModel, variant:
                 assert (turn["ids"], turn["finish_reason"]) == (expected, "stop" if goes_on else "abort")
 
 
+@pytest.mark.parametrize("reported_by", [3, 1], ids=["the end", "each piece"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_turn_of_two_engines_has_no_experts(tiny_model: TinyModel, stream: bool, reported_by: int) -> None:
+    """Each engine reports its own, vLLM with the end; what the first one reported is not that of the turn."""
+    with _two(tiny_model, Variant.CHAT, resume="all") as two:
+        two.script(Reply(ids=SPLIT[:3], finish="abort"), Reply(ids=SPLIT[3:]))
+        for engine in two.engines:
+            reports = lambda ids: "AAAA" if stream is False or SPLIT[reported_by - 1] in ids else None  # noqa: E731
+            engine.facts = {("routed_experts", "return_token_ids"): reports}
+        body = {"messages": [user("Hi")], "stream": stream, **_EVIDENCE}
+        answer = two.client.post(CHAT, json=body, headers={"x-session-id": "s"})
+        assert reported_by == 1 or "AAAA" not in answer.text
+        turn = _turn(two.client, "s")
+        assert (turn["ids"], turn["routed_experts"], len(turn["segments"])) == (list(SPLIT), None, 2)
+
+
 def test_an_abort_before_the_first_id(tiny_model: TinyModel) -> None:
     """vLLM's stream then has a role, the usage and an end, and no finish reason."""
     with _two(tiny_model, Variant.CHAT, resume="all") as two:
@@ -411,13 +427,12 @@ def test_a_store_that_stalls_for_a_moment_ends_no_turn(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each read of whether an abort was asked for waits as long for the store as another request."""
-    stalls, get, reads = Event(), SqliteStore.get, list[str]()
+    stalls, works, get, reads = Event(), Event(), SqliteStore.get, list[str]()
 
     async def slow(self: SqliteStore, space: str, *args: Any, **options: Any) -> Any:
-        if space.endswith("/weights") and stalls.is_set():
+        if space.endswith("/weights") and stalls.is_set() and not works.is_set():
             reads.append(space)
-            while stalls.is_set():
-                await asyncio.sleep(0.01)
+            await asyncio.to_thread(works.wait)
         return await get(self, space, *args, **options)
 
     monkeypatch.setattr(SqliteStore, "get", slow)
@@ -431,7 +446,7 @@ def test_a_store_that_stalls_for_a_moment_ends_no_turn(
             for engine in two.engines:
                 engine.release()
             wait_until(lambda: len(reads) >= 3)
-            stalls.clear()
+            works.set()
             answer.read()
         assert _turn(two.client, "s")["ids"] == list(SPLIT)
 

@@ -8,7 +8,7 @@ import pytest
 from tests.support.trees import child, root
 from tokenproxy.record.store import Session
 from tokenproxy.record.turn import WeightSpan, pack_ids
-from tokenproxy.samples.samples import Sample, TurnSpan, samples_of
+from tokenproxy.samples.samples import Sample, TellingSpan, samples_of
 
 _DOCS = (Path(__file__).parents[3] / "docs" / "samples.md").read_text()
 
@@ -131,4 +131,4 @@ def test_fields_are_documented() -> None:
     assert [field for field in Sample.__struct_fields__ if f"| `{field}` |" not in _DOCS] == []
     table = _DOCS.partition("Each entry of `turns`")[2].partition("##")[0]
     names = "".join(row.split("|")[1] for row in table.splitlines() if row.startswith("|"))
-    assert [field for field in TurnSpan.__struct_fields__ if f"`{field}`" not in names] == []
+    assert [field for field in TellingSpan.__struct_fields__ if f"`{field}`" not in names] == []
