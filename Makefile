@@ -1,4 +1,4 @@
-# What a person and CI run. `make` alone lists the targets; ARGS goes to pytest, e.g. make test-fast ARGS="-k splice".
+# What a person and CI run. `make` alone lists the targets; ARGS goes to pytest, e.g. make test-fast ARGS="-k append".
 .DEFAULT_GOAL := help
 .PHONY: help dev install demo train-demo serve test test-fast campaign coverage lint docs format templates bench clean
 

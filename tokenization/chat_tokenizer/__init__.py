@@ -26,7 +26,7 @@ from chat_tokenizer.errors import (
     TokenizerUnavailable,
     UnfinishedTurn,
 )
-from chat_tokenizer.splice import replace_prefix_tokens
+from chat_tokenizer.history_check import check_history
 
 __all__ = [
     "Appended",
@@ -42,5 +42,5 @@ __all__ = [
     "UnfinishedTurn",
     "canonical",
     "chain",
-    "replace_prefix_tokens",
+    "check_history",
 ]

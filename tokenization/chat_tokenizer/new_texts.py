@@ -94,7 +94,7 @@ def check_new_texts(tail: str, new: Sequence[Message], strings: Sequence[str]) -
     for index, message in enumerate(new):
         if message.get("role") == "assistant":
             continue  # its reasoning may be left out
-        for text in _texts(message.get("content")):
+        for text in texts_of(message.get("content")):
             written = text.strip()
             times[written] += 1
             # mostly they are printed in order, and one pass finds thousands of them
@@ -109,7 +109,8 @@ def check_new_texts(tail: str, new: Sequence[Message], strings: Sequence[str]) -
                 )
 
 
-def _texts(content: object) -> list[str]:
+def texts_of(content: object) -> list[str]:
+    """The texts in a content."""
     if isinstance(content, list):
         return [part["text"] for part in _parts(content) if "text" in part]
     return [content] if isinstance(content, str) else []
@@ -143,7 +144,7 @@ def _without(text: str, strings: Sequence[str]) -> list[str]:
 
 def has_text(content: object) -> bool:
     """Whether a content holds more than white space."""
-    return any(text.strip() for text in _texts(content))
+    return any(text.strip() for text in texts_of(content))
 
 
 def last_text(turn: Message) -> str:
@@ -152,7 +153,7 @@ def last_text(turn: Message) -> str:
     It is an argument of the last tool call, or the content.
     """
     calls = turn.get("tool_calls")
-    texts = _leaves(arguments_of(calls[-1]["function"])) if calls else _texts(turn.get("content"))
+    texts = _leaves(arguments_of(calls[-1]["function"])) if calls else texts_of(turn.get("content"))
     return texts[-1] if texts else ""
 
 

@@ -5,7 +5,7 @@ needs, and the others are sent to the engine as they arrived.
 """
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -115,15 +115,3 @@ def stream_options(fields: Fields) -> Fields:
         return read(fields, "stream_options", Fields) or {}
     except BadRequest:
         return {}
-
-
-def read_messages(fields: Fields, name: str) -> list[dict[str, Any]] | None:
-    """Decode a field that holds a list of messages; None if it is missing or null.
-
-    Raises:
-        BadRequest: it is not a list of objects, or is empty; `param` is the field's name.
-    """
-    messages = read(fields, name, list[dict[str, Any]])
-    if messages is not None and not messages:
-        raise BadRequest(f"`{name}` must not be empty: send at least one message", param=name)
-    return messages

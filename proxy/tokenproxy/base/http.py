@@ -99,14 +99,6 @@ class BytesResponse:
         """Nothing to give back."""
 
 
-class EngineRefused(Exception):
-    """The engine refused a request on which a turn depends; its response is the client's."""
-
-    def __init__(self, response: "Response") -> None:
-        super().__init__(f"the engine responded {response.status}")
-        self.response = response
-
-
 def json_response(value: object, status: int = 200, headers: Headers = JSON_HEADERS) -> BytesResponse:
     """A response whose body is a value as JSON."""
     return BytesResponse(status, headers, msgspec.json.encode(value))

@@ -139,17 +139,15 @@ class GivenIds(msgspec.Struct, frozen=True):
     raw: bytes
     """The JSON array, checked."""
     count: int
+    after: str = "append_messages"
+    """The client's name for the field with the messages that follow them."""
+    first: int = 0
+    """The index of the first of these messages in that field."""
 
-
-class RequiredPrefix(msgspec.Struct, frozen=True):
-    """Ids with which a rendered prompt must begin: prompt and completion of an assistant turn."""
-
-    field: str
-    """The client's name for the field, for error messages."""
-    raw: bytes
-    """The JSON array, as the client sent it."""
-    end: int | None = None
-    """Index of the message that the ids end with; None for the last assistant message."""
+    @property
+    def is_prefix(self) -> bool:
+        """Whether they are those of the first of `messages` (NeMo-RL's contract)."""
+        return self.after == "messages"
 
 
 class RetrySigns(msgspec.Struct, frozen=True):
@@ -191,7 +189,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     session_limit: str = ""
     """The limit that its session has reached, so that no engine serves it; empty for none."""
     given: GivenIds | None = None
-    """The exact prompt, on the token route."""
+    """The exact prompt, on the token route; elsewhere ids with which it must begin."""
     append: bytes | None = None
     """JSON array of messages to append to the given ids."""
     images: tuple[str, ...] | None = None
@@ -200,8 +198,6 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The client's name for the field with `images`, for error messages."""
     media: tuple[str, ...] = ()
     """Next to given ids: those of `messages` and `append_messages` that hold images."""
-    required_prefix: RequiredPrefix | None = None
-    """Ids with which the rendered prompt must begin (NeMo-RL's contract)."""
     token_route: bool = False
     """Whether it arrived on the token route, where a history is never rendered."""
     special: str = ""
@@ -243,7 +239,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def needs_token_in(self) -> bool:
         """Whether only an engine that takes prompt ids can serve it."""
-        return self.given is not None or self.required_prefix is not None
+        return self.given is not None
 
 
 def media_kind(content: object) -> str | None:

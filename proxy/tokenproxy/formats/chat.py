@@ -1,11 +1,13 @@
 """Chat completions: `POST /v1/chat/completions`, and `/tokens` below it, whose prompt is exact ids."""
 
+from typing import Any
+
 import msgspec
 
 from tokenproxy.base.errors import BadRequest
 from tokenproxy.base.fields import parse, raw_value, read
 from tokenproxy.base.http import Request
-from tokenproxy.base.request import ChatRequest, GivenIds, RequiredPrefix
+from tokenproxy.base.request import ChatRequest, GivenIds
 from tokenproxy.base.types import Fields
 from tokenproxy.engine.token_in import CHAT_PATH
 from tokenproxy.formats.base import (
@@ -18,6 +20,7 @@ from tokenproxy.formats.base import (
     visible_of,
 )
 from tokenproxy.formats.prompt_fields import (
+    check_rendering,
     join_messages,
     media_fields,
     take_append,
@@ -41,10 +44,25 @@ class ChatFormat(Format):
         fields = parse(request.body)
         visible = visible_of(fields)
         apply_session(fields, session)
-        prefix = take_prefix(fields)
-        if prefix is not None:
-            _refuse_images(fields, prefix)
-        return chat_request(request, fields, session, visible, required_prefix=prefix)
+        return chat_request(request, fields, session, visible, **prefix_fields(fields))
+
+
+def prefix_fields(fields: Fields) -> dict[str, Any]:
+    """The fields of a `ChatRequest` whose prompt begins with ids of its client, taken from its `fields`.
+
+    Empty if there are none.
+
+    Raises:
+        BadRequest: as `take_prefix`, `check_rendering` and `_refuse_next_to_ids`.
+    """
+    found = take_prefix(fields)
+    if found is None:
+        return {}
+    given, append = found
+    _refuse_next_to_ids(fields, given)
+    check_rendering(fields, given.field)
+    media = media_fields(messages=raw_value(fields, "messages"), append_messages=append)
+    return {"given": given, "append": append, "media": media}
 
 
 class TokensFormat(Format):
@@ -126,13 +144,3 @@ def _refuse_next_to_ids(fields: Fields, prompt: GivenIds) -> None:
         )
     if read(fields, "echo", bool):
         raise BadRequest.of("echo", f"cannot be combined with `{prompt.field}`")
-
-
-def _refuse_images(fields: Fields, prefix: RequiredPrefix) -> None:
-    """Refuse images next to a required prefix: the rendering counts each as one id, the prefix as many."""
-    if media_fields(messages=raw_value(fields, "messages")):
-        raise BadRequest.of(
-            "messages",
-            f"with images cannot be combined with `{prefix.field}`: send `prompt_ids` and "
-            "`append_messages` to /v1/chat/completions/tokens",
-        )

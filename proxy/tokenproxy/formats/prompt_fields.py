@@ -72,14 +72,26 @@ def take_append(fields: Fields, prompt: GivenIds | None) -> bytes | None:
     fields.pop("append_messages")
     if prompt is None:
         raise needs_ids()
+    check_rendering(fields, "append_messages")
+    return appended
+
+
+def check_rendering(fields: Fields, param: str) -> None:
+    """Check the fields with which the chat template renders messages after ids.
+
+    Args:
+        param: the client's name of what asks for it, for error messages.
+
+    Raises:
+        BadRequest: one of them cannot be combined with that, or has a wrong type.
+    """
     if raw_value(fields, "chat_template") is not None:
-        raise BadRequest("`append_messages` uses the server's chat template", param="chat_template")
+        raise BadRequest(f"`{param}` uses the server's chat template", param="chat_template")
     if read(fields, "continue_final_message", bool):
-        raise BadRequest.of("continue_final_message", "cannot be combined with `append_messages`")
+        raise BadRequest.of("continue_final_message", f"cannot be combined with `{param}`")
     # read here for their errors: on the chat route the engine refuses what cannot be read
     read(fields, "tools", list[dict[str, Any]])
     template_kwargs(fields)
-    return appended
 
 
 def join_messages(history: bytes | None, appended: bytes) -> bytes:

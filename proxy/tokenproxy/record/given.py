@@ -3,13 +3,22 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from threading import Event
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from chat_tokenizer import InvalidIds, TemplateUnsupported, TokenizationError, ids
+from chat_tokenizer import (
+    ChatTokenizer,
+    InvalidIds,
+    PrefixMismatch,
+    TemplateUnsupported,
+    TokenizationError,
+    check_history,
+    ids,
+)
 from chat_tokenizer.encoder import Limit
 from chat_tokenizer.errors import TooManyIds
 from chat_tokenizer.placeholders import PlaceholdersDiffer
@@ -33,7 +42,6 @@ from tokenproxy.record.planner import UNREADABLE, Planner
 from tokenproxy.record.turn import PromptImage, unpack_ids
 from tokenproxy.record.vocabulary import Reason, Source
 
-_APPEND = "append_messages"
 _split = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _parse = msgspec.json.Decoder(dict[str, Any]).decode
 
@@ -56,13 +64,16 @@ class GivenPrompt:
         """
         request, model = self.request, self.model
         given, images = await self.place_images(given)
+        reason: Reason | None = None
         if request.append is None:
             check_ids_fit(request, given, model)
             source, reason, prompt, appended = Source.GIVEN, Reason.IDS_GIVEN, ids.compact(given.raw), 0
         else:
             whole = await self.append(given)
-            source, reason, prompt, appended = Source.EXTENDED, None, whole.prompt, whole.appended
+            source, prompt, appended = Source.EXTENDED, whole.prompt, whole.appended
             images = (*images, *whole.images)
+        if given.is_prefix:
+            source, reason = Source.GIVEN, Reason.PREFIX_GIVEN
         return replace(
             await self._place(prompt, claims, images),
             source=source,
@@ -71,21 +82,6 @@ class GivenPrompt:
             reused=given.count,
             appended=appended,
             images=images,
-        )
-
-    async def plan_prefix(self, prompt: bytes, prefix: int, claims: Claims) -> PromptPlan:
-        """Plan a prompt with `prefix` ids that the client requires, followed by the template's rendering.
-
-        Args:
-            prompt: the whole prompt as a compact JSON array.
-        """
-        return replace(
-            await self._place(prompt, claims),
-            source=Source.GIVEN,
-            reason=Reason.PREFIX_GIVEN,
-            prompt=prompt,
-            reused=prefix,
-            appended=ids.check(prompt) - prefix,
         )
 
     async def append(self, given: GivenIds, *, to_complete: bool = True) -> Appended:
@@ -111,39 +107,55 @@ class GivenPrompt:
         before = given.count if to_complete and not is_truncated(request) else 0
         most_ids = None if model.max_model_len is None else model.max_model_len - before
         try:
+            field = given.after
             if reserved := tokenizer.reserved(request.rendering.parse_template_kwargs()):
                 raise BadRequest(
-                    f"`chat_template_kwargs` cannot set {', '.join(reserved)} together with `{_APPEND}`",
+                    f"`chat_template_kwargs` cannot set {', '.join(reserved)} together with `{field}`",
                     param="chat_template_kwargs",
                 )
             prompt, size = ids.compact(given.raw), len(request.append or b"[]") + len(request.messages)
-            media = _APPEND in request.media
-            new = Continuation(prompt, given.count, None, _APPEND, 0, self._messages, media, size)
+            media = "append_messages" in request.media
+            parse = partial(self._messages, given)
+            new = Continuation(prompt, given.count, None, field, given.first, parse, media, size)
             return await self.planner.append(request.rendering, model, new, most_ids)
         except TooManyIds as error:
-            raise too_long(model, before + error.count, _APPEND, at_least=error.at_least) from error
+            raise too_long(model, before + error.count, given.after, at_least=error.at_least) from error
         except msgspec.DecodeError as error:
             raise BadRequest(f"`tools`: {error}", param="tools") from error
         except TemplateUnsupported as error:
             raise Unsupported(
-                f"cannot append exactly: {error}", param=_APPEND, code="template_unsupported"
+                f"cannot append exactly: {error}", param=given.after, code="template_unsupported"
+            ) from error
+        except PrefixMismatch as error:
+            raise BadRequest(
+                f"`{given.field}`: {error}", param=given.field, code="prefix_mismatch"
             ) from error
         except InvalidIds as error:
             raise BadRequest(f"`{given.field}` {error}", param=given.field) from error
         except NotLoadable as error:
-            raise BadRequest(str(error), param=_APPEND, code="image_not_loaded") from error
+            raise BadRequest(str(error), param=given.after, code="image_not_loaded") from error
         except TokenizationError as error:
-            raise BadRequest(f"`{_APPEND}`: {error}", param=_APPEND) from error
+            raise BadRequest(f"`{given.after}`: {error}", param=given.after) from error
 
-    def _messages(self) -> tuple[Messages, Messages | None]:
+    def _messages(self, given: GivenIds) -> tuple[Messages, Messages | None]:
         """The messages to append, and those before them if they end with an assistant's; for a thread.
 
         Raises:
-            BadRequest: they are no messages.
+            PrefixMismatch: the given ids are a prefix of other messages.
+            BadRequest: they are no messages, or a prefix holds an id that is out of vocabulary.
             NotReady: there are none before them, and the template has not been examined yet.
         """
-        new, history = objects(self.request.append or b"[]", _APPEND), _history(self.request)
+        new, history = objects(self.request.append or b"[]", given.after), _history(self.request)
         if history and history[-1].get("role") == "assistant":
+            if given.is_prefix and self.model.tokenizer is not None:
+                prefix, rendering = (
+                    in_vocabulary(given.raw, self.model.tokenizer, given.field),
+                    self.request.rendering,
+                )
+                tools, template_kwargs = rendering.parse_tools(), rendering.parse_template_kwargs()
+                check_history(
+                    self.model.tokenizer, prefix, history, tools=tools, template_kwargs=template_kwargs
+                )
             return new, history
         if self.model.tokenizer is not None and self.model.tokenizer.proof is None:
             raise NotReady(
@@ -321,6 +333,17 @@ def no_images(field: str) -> BadRequest:
         param=field,
         code="no_images",
     )
+
+
+def in_vocabulary(raw: bytes, tokenizer: ChatTokenizer, field: str) -> list[int]:
+    """Checked ids as integers; BadRequest, naming `field`, if one of them does not exist."""
+    try:
+        values = msgspec.json.decode(raw, type=list[int])
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"`{field}` holds an id that is out of vocabulary", param=field) from error
+    if (largest := max(values)) >= tokenizer.vocab_size:
+        raise BadRequest(f"Token id {largest} is out of vocabulary", param=field)
+    return values
 
 
 def objects(raw: bytes, field: str) -> list[dict[str, Any]]:

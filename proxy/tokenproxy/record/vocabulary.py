@@ -105,7 +105,7 @@ class Reason(_Explained):
     TEXT_PROMPT = "text_prompt", "the prompt of a completion is a text: the engine tokenises it"
     PREFIX_GIVEN = (
         "prefix_given",
-        "`required_prefix_token_ids` or a message holds the first ids; the template rendered the rest",
+        "`required_prefix_token_ids` or a message holds the first ids; the messages after them were appended",
     )
 
 

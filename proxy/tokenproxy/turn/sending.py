@@ -242,7 +242,7 @@ class PlannedTurn:
     async def _send_ids(self, replica: Replica, fields: Fields, headers: Headers) -> Response:
         """Send a chat completion whose prompt is exact ids."""
         capabilities, images, single = replica.require_capabilities(), self.plan.images, b""
-        prompt, given = self.plan.prompt, self.request.required_prefix or self.request.given
+        prompt, given = self.plan.prompt, self.request.given
         token_in = GenerateTokenIn() if images else capabilities.require_token_in()
         if isinstance(token_in, GenerateTokenIn):
             self.tag.progress = unknown  # its response arrives as a whole

@@ -10,25 +10,23 @@ from functools import partial
 
 from tokenproxy.base.errors import ApiError, EngineBroken, Forbidden
 from tokenproxy.base.fields import raw_value
-from tokenproxy.base.http import BytesResponse, EngineRefused, Response
-from tokenproxy.base.request import ChatRequest, EngineRoute
+from tokenproxy.base.http import BytesResponse, Response
+from tokenproxy.base.request import ChatRequest
 from tokenproxy.engine.token_in import GenerateTokenIn
 from tokenproxy.fleet.model import FleetImages, FleetModel
 from tokenproxy.fleet.weight_state import unknown
-from tokenproxy.monitoring.exchange import running_exchange, span
-from tokenproxy.monitoring.metrics import Metrics
-from tokenproxy.monitoring.tracing import Span, Value
+from tokenproxy.monitoring.exchange import span
 from tokenproxy.record.claims import Claims
 from tokenproxy.record.completion import Completion
 from tokenproxy.record.given import GivenPrompt
 from tokenproxy.record.plan import PromptPlan, ServedModel
 from tokenproxy.record.recorder import Recording
 from tokenproxy.record.retries import Attempt
-from tokenproxy.record.vocabulary import BROKEN_OFF, Reason, Source
+from tokenproxy.record.vocabulary import BROKEN_OFF, Reason
 from tokenproxy.turn import parsing, wire
 from tokenproxy.turn.answer import Answer, Redactor, StreamedAnswer, limit_answer
 from tokenproxy.turn.reader import read_completion
-from tokenproxy.turn.required_prefix import render_with_prefix
+from tokenproxy.turn.reports import describe, report
 from tokenproxy.turn.resume import Resume
 from tokenproxy.turn.sending import PlannedTurn
 from tokenproxy.turn.services import Services
@@ -66,12 +64,8 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
             await attempt.fail(200)  # nothing is kept: a retry is answered in the same way
             return await limit_answer(request, answer or Redactor(request.visible, request.engine_route))
         claims = await stack.enter_async_context(Claims(history.pins))
-        try:
-            request = await history.echoes.resolve(request)
-            turn = await plan_turn(request, services, claims)
-        except EngineRefused as refused:
-            await attempt.fail(refused.response.status)
-            return refused.response
+        request = await history.echoes.resolve(request)
+        turn = await plan_turn(request, services, claims)
         if turn.plan.conversation is None:
             _check_unrecorded(request, turn.plan, services)
         recording = Recording(history, turn.plan, claims, turn.complete)
@@ -81,7 +75,7 @@ async def serve_turn(request: ChatRequest, services: Services, answer: Answer | 
         plan, tag = turn.plan, turn.tag
         tag.progress = unknown  # until the stream is read
         recording.replica = turn.replica.name
-        _report(plan, response, history.metrics)
+        report(plan, response, history.metrics)
         if response.status >= 400:
             await attempt.fail(response.status)
             return BytesResponse(response.status, response.headers, await response.read())
@@ -185,7 +179,6 @@ async def plan_turn(request: ChatRequest, services: Services, claims: Claims) ->
 
     Raises:
         BadRequest, Unsupported, NotReady: the prompt cannot be made; see `Planner.plan`.
-        EngineRefused: the engine refuses to render the messages.
         EngineUnavailable, EngineTimeout, EngineBroken: no replica responds.
     """
     model = await services.fleet.served_model()
@@ -193,16 +186,11 @@ async def plan_turn(request: ChatRequest, services: Services, claims: Claims) ->
         model.capabilities.require_token_in()
     with span("plan", {}) as planning:
         planner, served = services.history.planner, served_model(model, request, services)
-        given = GivenPrompt(planner, request, served)
         if request.given is not None:
-            plan = await given.plan(request.given, claims)
-        elif request.required_prefix is None:
-            plan = await planner.plan(request, served, claims)
+            plan = await GivenPrompt(planner, request, served).plan(request.given, claims)
         else:
-            prefix, fields, headers = request.required_prefix, request.fields, request.headers
-            rendered = await render_with_prefix(prefix, fields, headers, model, services)
-            plan = await given.plan_prefix(rendered.prompt, rendered.prefix, claims)
-        _describe(planning, request, plan)
+            plan = await planner.plan(request, served, claims)
+        describe(planning, request, plan)
     return PlannedTurn(request, services, plan, model)
 
 
@@ -229,74 +217,3 @@ def _images_fit(request: ChatRequest) -> bool:
     return GenerateTokenIn().supports(request.fields) and not any(
         raw_value(request.fields, name) for name in _IMAGE_OPTIONS
     )
-
-
-# --- reports: headers, metrics, traces, the access log
-
-
-def _describe(planning: Span, request: ChatRequest, plan: PromptPlan) -> None:
-    """Add the plan to the span of planning, and the requested parameters to those of the request, with
-    OpenTelemetry's names for generative AI."""
-    if planning.recording:
-        attributes = {f"tokenproxy.prompt.{name}": value for name, value in _described(plan).items()}
-        planning.set({**attributes, "tokenproxy.prompt.candidates": plan.match.candidates})
-    exchange = running_exchange()
-    if exchange is None or not exchange.span.recording:
-        return
-    max_tokens = raw_value(request.fields, "max_completion_tokens") or raw_value(request.fields, "max_tokens")
-    exchange.engine_attributes = {
-        "gen_ai.operation.name": ("chat" if request.engine_route is EngineRoute.CHAT else "text_completion"),
-        "gen_ai.provider.name": "vllm",
-        "gen_ai.request.model": request.model or plan.scope.model,
-        "gen_ai.request.temperature": request.temperature,
-        "gen_ai.request.max_tokens": int(max_tokens) if max_tokens and max_tokens.isdigit() else None,
-        "gen_ai.request.choice.count": request.choices if request.choices > 1 else None,
-        "gen_ai.request.stream": request.stream,
-        "gen_ai.conversation.id": plan.session.name if plan.rollout is not None else None,
-    }
-    exchange.span.set(exchange.engine_attributes)
-
-
-def _described(plan: PromptPlan) -> dict[str, Value | None]:
-    has_ids = plan.source is not Source.RENDERED
-    return {
-        "source": str(plan.source),
-        "reason": str(plan.reason) if plan.reason else None,
-        "session": plan.session.name if plan.rollout is not None else None,
-        "turn": plan.turn_id if plan.conversation is not None else None,
-        "reused": sum(prompt.reused for prompt in plan.prompts) if has_ids else None,
-        "appended": plan.appended if has_ids else None,
-    }
-
-
-def _report(plan: PromptPlan, response: Response, metrics: Metrics) -> None:
-    """Count the prompts of a request and note them for the access log; report them in a successful response.
-
-    Its headers tell where the prompts came from, and where their turns are recorded.
-    """
-    for prompt in plan.prompts:
-        metrics.prompts(prompt.source, prompt.reason or "none").inc()
-        if prompt.reason == Reason.AMBIGUOUS:
-            metrics.ambiguous.inc()
-        if prompt.source is not Source.RENDERED:
-            counter = metrics.reused_ids if prompt.source is Source.EXTENDED else metrics.given_ids
-            counter.inc(prompt.reused)
-            metrics.appended_ids.inc(prompt.appended)
-    exchange, told = running_exchange(), _described(plan)
-    if exchange is not None and exchange.noting:
-        exchange.note(told)
-    if response.status >= 400:
-        return
-    candidates = plan.match.candidates
-    headers = {
-        b"x-prompt-source": told["source"],
-        b"x-prompt-reused": told["reused"] or 0,
-        b"x-prompt-appended": told["appended"],
-        b"x-prompt-reason": told["reason"],
-        b"x-prompt-candidates": candidates if candidates > 1 else None,
-        b"x-session-id": told["session"],
-        b"x-turn-id": told["turn"],
-    }
-    # an engine that is a tokenproxy itself has set these headers for its own prompt
-    response.headers = [pair for pair in response.headers if pair[0] not in headers]
-    response.headers += [(name, str(value).encode()) for name, value in headers.items() if value is not None]

@@ -10,12 +10,13 @@ import msgspec
 
 from tokenproxy.base.errors import BadRequest, NotFound, anthropic_error
 from tokenproxy.base.fields import join, parse, raw, raw_value, read
-from tokenproxy.base.http import JSON_HEADERS, BytesResponse, EngineRefused, Request, Response, json_response
-from tokenproxy.base.request import ChatRequest, RequiredPrefix, media_kind
-from tokenproxy.base.types import Fields, Headers
+from tokenproxy.base.http import JSON_HEADERS, BytesResponse, Request, Response, json_response
+from tokenproxy.base.request import ChatRequest, media_kind
+from tokenproxy.base.types import Fields
 from tokenproxy.engine.protocol import fetch, problem_of
 from tokenproxy.fleet.replica import Replica
 from tokenproxy.formats.base import chat_request, visible_of
+from tokenproxy.formats.chat import prefix_fields
 from tokenproxy.formats.messages.format import MessagesFormat
 from tokenproxy.formats.prompt_fields import (
     join_messages,
@@ -26,9 +27,8 @@ from tokenproxy.formats.prompt_fields import (
     take_prompt,
 )
 from tokenproxy.record.claims import Claims
-from tokenproxy.record.given import GivenPrompt
+from tokenproxy.record.given import GivenPrompt, in_vocabulary
 from tokenproxy.record.vocabulary import Source
-from tokenproxy.turn.required_prefix import in_vocabulary, render_with_prefix, take_prefix
 from tokenproxy.turn.serve import plan_turn, served_model
 from tokenproxy.turn.services import Services
 from tokenproxy.web.base import Route, parse_bounded
@@ -40,7 +40,7 @@ _COUNT_PATH = "/v1/messages/count_tokens"
 
 
 class Tokenize(Route):
-    """Tokenises messages; appends messages to ids; renders a history around ids."""
+    """Tokenises messages; appends messages to ids."""
 
     path = _TOKENIZE_PATH
     key_scope = KeyScope.TURNS
@@ -52,9 +52,6 @@ class Tokenize(Route):
         fields = await parse_bounded(request, services, lambda: parse(request.body))
         if await services.model_aliases.map_fields(fields, services.fleet):
             request = dataclasses.replace(request, body=join(fields))
-        prefix = await parse_bounded(request, services, lambda: take_prefix(fields))
-        if prefix is not None:
-            return await _keep_prefix(prefix, fields, request.headers, services)
         chat = await parse_bounded(request, services, lambda: _chat_request(request, fields))
         if chat is None:
             call = Request("POST", _TOKENIZE_PATH, request.headers, request.body, repeatable=True)
@@ -68,6 +65,8 @@ def _chat_request(request: Request, fields: Fields) -> ChatRequest | None:
     Raises:
         BadRequest: the ids or the messages are missing or wrong.
     """
+    if prefix := prefix_fields(fields):
+        return chat_request(request, fields, None, visible_of(fields), **prefix)
     ids = take_prompt(fields)
     if ids is None:
         if raw_value(fields, "append_messages") is None:
@@ -117,30 +116,6 @@ async def _append(request: ChatRequest, services: Services) -> Response:
             "tokens": msgspec.Raw(made.prompt),
             "token_strs": token_strs,
             "appended": made.appended,
-        }
-    )
-
-
-async def _keep_prefix(
-    prefix: RequiredPrefix, fields: Fields, headers: Headers, services: Services
-) -> Response:
-    """The template's rendering of a history, with the model's own tokens up to the last assistant turn."""
-    model = await services.fleet.served_model()
-    try:
-        spliced = await render_with_prefix(prefix, fields, headers, model, services)
-    except EngineRefused as refused:
-        return refused.response
-    tokens = msgspec.json.decode(spliced.prompt, type=list[int])
-    token_strs = None
-    if read(fields, "return_token_strs", bool):
-        tokenizer = model.require_tokenizer()
-        token_strs = await services.encoders.run(lambda: tokenizer.token_strings(tokens))
-    return json_response(
-        {
-            **spliced.rendered,
-            "tokens": msgspec.Raw(spliced.prompt),
-            "count": len(tokens),
-            "token_strs": token_strs,
         }
     )
 

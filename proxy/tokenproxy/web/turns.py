@@ -10,7 +10,7 @@ import msgspec
 from tokenproxy.base.errors import ApiError, BadRequest, EngineBroken, NotFound
 from tokenproxy.base.fields import join, parse, raw
 from tokenproxy.base.fields import read as read_field
-from tokenproxy.base.http import EngineRefused, Request, Response, json_response, query_value
+from tokenproxy.base.http import Request, Response, json_response, query_value
 from tokenproxy.base.types import Fields
 from tokenproxy.engine.protocol import error_text, fetch
 from tokenproxy.formats.base import Format
@@ -267,7 +267,7 @@ class TrlBatch(Route):
                 with StoreTime(self.store_seconds or services.settings.store_timeout_s):
                     response = await serve_turn(turn, services, answer)
                 if response.status >= 400:
-                    raise EngineRefused(response)
+                    raise _Refused(response)
 
         try:
             async with asyncio.TaskGroup() as group:  # the first failure cancels the others
@@ -275,10 +275,18 @@ class TrlBatch(Route):
                     group.create_task(serve(prompt, answer))
         except BaseExceptionGroup as failures:
             first = failures.exceptions[0]
-            if isinstance(first, EngineRefused):
+            if isinstance(first, _Refused):
                 return first.response
             raise first from None
         return json_response(batch_answer(answers))
+
+
+class _Refused(Exception):
+    """An engine refused one prompt of a batch; its response is the client's."""
+
+    def __init__(self, response: Response) -> None:
+        super().__init__(f"the engine responded {response.status}")
+        self.response = response
 
 
 async def _tokenise(prompt: Prompt, request: Request, services: Services) -> Prompt:

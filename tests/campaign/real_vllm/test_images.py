@@ -80,10 +80,15 @@ def test_appended_images_are_exact(http: httpx.Client, pad: int) -> None:
     """With a session: the images of earlier turns are those that were recorded."""
     session = {"x-session-id": "s1"}
     answer = _complete(http, session, messages=_NEW[:1])
+    said = [_NEW[0]]
     for message in _NEW[1:]:
         ids = _next(answer)
+        said += [answer["choices"][0]["message"], message]
+        prefix = {"messages": said, "required_prefix_token_ids": ids}
+        tokens = http.post("/tokenize", json=prefix).raise_for_status().json()["tokens"]
         answer = _complete(http, session, prompt_ids=ids, append_messages=[message])
         assert answer["prompt_token_ids"][: len(ids)] == ids
+        assert answer["prompt_token_ids"] == tokens
     [sample] = http.get("/v1/sessions/s1/samples").json()["samples"]
     whole = sample["prompt_ids"] + sample["completion_ids"]
     assert whole == _next(answer)

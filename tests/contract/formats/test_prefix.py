@@ -41,11 +41,20 @@ def test_the_prefix_is_kept(
         assert answer.headers[f"x-prompt-{name}"] == value
     generated = [seen for seen in fake.requests if seen.path in (CHAT, GENERATE)]
     assert not any(_FIELD.encode() in seen.body for seen in generated)
+    tokenized = client.post("/tokenize", json={"messages": messages, _FIELD: prefix}).json()
+    assert (tokenized["tokens"], tokenized["appended"]) == (sent, len(sent) - len(prefix))
+    assert not [seen for seen in fake.requests if seen.path == "/tokenize"]
 
 
 @pytest.mark.parametrize(
     ("messages", "prefix", "param"),
-    [([user("Hi")], [5], "messages"), ("Hi", [5], "messages"), (_HISTORY, [VOCAB_SIZE], _FIELD)],
+    [
+        ([user("Hi")], [5], "messages"),
+        ("Hi", [5], "messages"),
+        (_HISTORY, [5], "messages"),
+        ([*_HISTORY, user("more")], [VOCAB_SIZE], _FIELD),
+        ([*_HISTORY, user("more")], [5], _FIELD),
+    ],
 )
 def test_bad_requests(client: httpx.Client, messages: Any, prefix: list[int], param: str) -> None:
     answer = client.post(CHAT, json={"messages": messages, _FIELD: prefix})
@@ -97,7 +106,7 @@ _IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url":
         (ASKED, {"prompt_token_ids": None}, user("more"), "messages[1].prompt_token_ids"),
         (ASKED, {"generation_token_ids": [1.5]}, user("more"), "messages[1].generation_token_ids"),
         (ASKED, {"generation_log_probs": ["-1"]}, user("more"), "messages[1].generation_log_probs"),
-        (ASKED, {}, _IMAGE, "messages"),  # with media an engine ignores the ids and renders
+        (ASKED, {}, _IMAGE, "messages"),  # this engine takes no images next to ids
         (user("Ho ho ho"), {}, user("more"), "messages[1].prompt_token_ids"),
     ],
 )

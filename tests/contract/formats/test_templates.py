@@ -44,6 +44,16 @@ def test_whole_history_is_rendered_if_the_suffix_depends_on_it(start: Start) -> 
         assert text == f"\n<|im_start|>user\nmore<|im_end|>\n{count}<|im_start|>assistant\n"
 
 
+def test_a_required_prefix_keeps_thinking_that_the_template_drops(start: Start) -> None:
+    talk = start(THINKS_AFTER_LAST_USER)
+    talk.ask(reply=Reply((74, 75, END), message={"reasoning": "hm", "content": "hi"}))
+    before = list(talk.ids)
+    talk.ask(user("more"), reply=Reply((74, END)), required_prefix_token_ids=before)
+    assert talk.ids[: len(before)] == before
+    text = ChatTokenizer.load(talk.model.folder).decode(talk.ids[len(before) : -2])
+    assert text == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+
+
 def test_without_the_history_only_proved_templates_are_answered(start: Start) -> None:
     client = start(COUNTS_MESSAGES).pair.client
     [engine] = client.get("/ready").json()["engines"]

@@ -3,7 +3,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.fake_vllm import MAX_MODEL_LEN, Canned, FakeVllm
+from tests.support.fake_vllm import MAX_MODEL_LEN, FakeVllm
 from tests.support.talk import CHAT
 from tests.support.tiny_model import END, VOCAB_SIZE, TinyModel
 
@@ -60,7 +60,9 @@ _IMAGE = {"role": "user", "content": [{"type": "image_url"}]}
         ({**_APPEND, "tokens": [VOCAB_SIZE]}, "tokens"),
         ({**_APPEND, "tokens": [10**30, 1]}, "tokens"),
         ({**_APPEND, "return_token_strs": "yes"}, "return_token_strs"),
-        ({"messages": _TURNS, _PREFIX: []}, _PREFIX),
+        ({"messages": [*_TURNS, *_NEXT], _PREFIX: []}, _PREFIX),
+        ({"messages": _TURNS, _PREFIX: [1]}, "messages"),
+        ({"messages": [*_TURNS, *_NEXT], _PREFIX: [1], "chat_template": "x"}, "chat_template"),
         ({"messages": _NEXT, _PREFIX: [1]}, "messages"),
     ],
 )
@@ -76,14 +78,3 @@ def test_the_model_is_checked_and_may_have_been_loaded_since(client: httpx.Clien
     assert [answer.status_code for answer in answers] == [200, 200, 200, 404]
     refused = client.post(CHAT, json={"messages": _NEXT, "model": "other"})
     assert refused.json()["error"] == answers[-1].json()["error"]
-
-
-def test_an_engine_that_refuses_or_answers_nonsense(client: httpx.Client, fake: FakeVllm) -> None:
-    error = b'{"error": {"message": "no", "type": "BadRequestError", "param": null, "code": 400}}'
-    request = {"messages": _TURNS, "required_prefix_token_ids": [1]}
-    fake.canned["/tokenize"] = Canned(error, 400, {"content-type": "application/json"})
-    answer = client.post("/tokenize", json=request)
-    assert (answer.status_code, answer.content) == (400, error)
-    fake.canned["/tokenize"] = Canned(b"{}")
-    answer = client.post("/tokenize", json=request)
-    assert (answer.status_code, answer.json()["error"]["type"]) == (502, "BadGatewayError")
