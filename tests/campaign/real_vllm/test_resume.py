@@ -6,6 +6,7 @@ time between two updates with prompts alone.
 """
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +36,8 @@ from tokenproxy.demo.stack import EngineProcess
 _CONVERSATIONS, _TURNS, _TOKENS = 18, 6, 80
 _UPDATE_EVERY_S, _OFTEN_S = 6.0, 3.0
 _KILLS_AFTER_S = (8.0, 45.0)
-_SAMPLES_S = 3.0
+_SAMPLED = 20
+"""Ids that the engine samples after an update before it is killed."""
 _PAUSE = {"mode": "abort", "clear_cache": "false"}
 _DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 _FLAGS = ("--enable-scale-out", "--gpu-memory-utilization", "0.25")
@@ -142,11 +144,19 @@ def _disturb(
             http.post("/resume")
             if kills and time.monotonic() - began > kills[0]:
                 kills.pop(0)
-                ended.wait(_SAMPLES_S)  # else it dies before it has sampled anything after the update
+                before = _sampled(engines[0])
+                while _sampled(engines[0]) < before + _SAMPLED and not ended.wait(0.5):
+                    pass
                 assert engines[0].pid is not None
                 os.killpg(engines[0].pid, signal.SIGKILL)
                 engines[0].stop()
                 wait_until(lambda: _starts(engines[0]))
+
+
+def _sampled(engine: EngineProcess) -> float:
+    """Number of ids that an engine has sampled since it started."""
+    told = httpx.get(f"{engine.url}/metrics", timeout=60).text
+    return sum(map(float, re.findall(r"^vllm:generation_tokens_total\S* (\S+)", told, re.MULTILINE)))
 
 
 def _starts(engine: EngineProcess) -> bool:
