@@ -2,6 +2,8 @@
 
 import asyncio
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +60,34 @@ def test_workers_share_an_eighth_of_the_memory_of_their_container(
     assert start.cache_share(4) == 2**25
     of_container.write_text("max\n")
     assert 2**25 < start.cache_share(1) <= 2**30
+
+
+_LARGE_BLOCKS = """
+import sys
+from pathlib import Path
+from tokenproxy.app.start import return_large_blocks
+
+if "return" in sys.argv:
+    return_large_blocks()
+del (first := bytearray(30_000_000))[:]  # glibc keeps blocks of this size from now on
+del first
+blocks, small = [], []
+for _ in range(40):
+    blocks.append(b"x" * 5_000_000)
+    small.append(b"x" * 50_000)
+del blocks
+print(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
+"""
+
+
+def test_large_blocks_are_returned_when_they_are_freed() -> None:
+    """Where the C library is glibc; else both are as small."""
+    kept, returned = (
+        int(
+            subprocess.run(
+                [sys.executable, "-c", _LARGE_BLOCKS, word], capture_output=True, check=True
+            ).stdout
+        )
+        for word in ("keep", "return")
+    )
+    assert returned < max(kept / 2, 120e6), (kept, returned)

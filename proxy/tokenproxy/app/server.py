@@ -31,7 +31,7 @@ import uvicorn
 from tokenproxy.app.app import create_app
 from tokenproxy.app.connections import GuardedProtocol, connection_options
 from tokenproxy.app.listener import Listener, StartLimit
-from tokenproxy.app.start import announce, bind, try_store
+from tokenproxy.app.start import announce, bind, return_large_blocks, try_store
 from tokenproxy.app.workers import END_S, SIGNALS, run_workers
 from tokenproxy.base.types import ASGIApp
 from tokenproxy.monitoring.logs import configure_logs
@@ -113,6 +113,7 @@ def server_config(
         app: another application.
     """
     gc.set_threshold(*GC_THRESHOLDS)
+    return_large_blocks()
     return uvicorn.Config(
         StartLimit(app or create_app(settings, running, metrics)),
         host=settings.host,

@@ -10,6 +10,7 @@ import pytest
 from tests.support.fake_vllm import Variant
 
 
+@pytest.mark.timeout(90)  # a process of its own, which imports everything
 @pytest.mark.parametrize(("variant", "store"), [(Variant.CHAT, "sqlite"), (Variant.SCALE_OUT, "redis")])
 def test_an_invented_fact_takes_the_whole_way(
     variant: Variant, store: str, request: pytest.FixtureRequest, tmp_path: Path
