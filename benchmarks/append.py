@@ -1,6 +1,7 @@
 """The cost of an append: a tool result of 200 tokens to a conversation of 1k, 8k, 32k and 128k ids."""
 
 import asyncio
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from benchmarks.report import Part, Table, label, progress, verdict
 from benchmarks.texts import ANSWER_IDS, TOOLS, Messages, Texts
 from chat_tokenizer import Appended, ChatTokenizer
 from chat_tokenizer.renderer import RenderOptions
+from tokenproxy.app.server import SWITCH_S
 from tokenproxy.demo.checkpoint import TEMPLATE_FILE, ensure_checkpoint
 
 LENGTHS = (1_000, 8_000, 32_000, 128_000)
@@ -111,6 +113,7 @@ def measure(chosen: Sequence[str], effort: Effort) -> list[Part]:
     appends = sum(map(len, times[_ASKING].values()))
     asked = [[_ASKING, "renderings"], [f"{appends:,} appends", f"{renderings['all']:,}"]]
     progress("append: the event loop")
+    sys.setswitchinterval(SWITCH_S)  # as the server does
     waits = uvloop.run(_waits(local[_LONG], not_local[_LONG], texts, int(effort.pick(50, 3))))
     return [*_tables(times), asked, _wait_table(waits)]
 

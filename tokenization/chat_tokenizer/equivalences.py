@@ -212,8 +212,9 @@ def _without_defaults(fields: Fields, context: Context) -> Fields:
 
 def numbered_calls(fields: Fields, context: Context) -> Fields:
     """The position of a call in its message in place of its id, in the call and in its result."""
-    if fields.get("tool_call_id") in context.call_ids:
-        return {**fields, "tool_call_id": context.call_ids.index(fields["tool_call_id"])}
+    called = fields.get("tool_call_id")
+    if called is not None and called in context.call_ids:
+        return {**fields, "tool_call_id": context.call_ids.index(called)}
     if "tool_calls" not in fields:
         return fields
     calls = enumerate(fields["tool_calls"])

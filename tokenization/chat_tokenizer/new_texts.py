@@ -67,7 +67,7 @@ def with_marks(message: Message, index: int, marks: Marks, words: dict[str, int]
             {**part, "text": mark(number, part["text"])} if "text" in part else part
             for number, part in enumerate(_parts(content))
         ]
-    if calls := message.get("tool_calls"):
+    if message.get("role") == "assistant" and (calls := message.get("tool_calls")):
         marked["tool_calls"] = [
             with_argument(call, mark(1000 + number, "q")) for number, call in enumerate(calls)
         ]

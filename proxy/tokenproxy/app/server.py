@@ -21,6 +21,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -70,6 +71,10 @@ GC_THRESHOLDS = (50_000, 20, 50)
 """With Python's own, (700, 10, 10), the search for garbage in the caches takes a sixth of the
 CPU time of a small request. Requests make few cycles; reference counting frees the rest."""
 
+SWITCH_S = 0.002
+"""How long a thread that renders a history may keep the event loop from running. Python's own 5 ms let it
+wait 6.4 ms, the median of a history of 128k ids; with this 3.4 ms."""
+
 
 def run(settings: Settings) -> int:
     """Serve until a signal arrives; returns the exit code."""
@@ -113,6 +118,7 @@ def server_config(
         app: another application.
     """
     gc.set_threshold(*GC_THRESHOLDS)
+    sys.setswitchinterval(SWITCH_S)
     return_large_blocks()
     return uvicorn.Config(
         StartLimit(app or create_app(settings, running, metrics)),

@@ -148,14 +148,7 @@ class GivenPrompt:
         new, history = objects(self.request.append or b"[]", given.after), _history(self.request)
         if history and history[-1].get("role") == "assistant":
             if given.is_prefix and self.model.tokenizer is not None:
-                prefix, rendering = (
-                    in_vocabulary(given.raw, self.model.tokenizer, given.field),
-                    self.request.rendering,
-                )
-                tools, template_kwargs = rendering.parse_tools(), rendering.parse_template_kwargs()
-                check_history(
-                    self.model.tokenizer, prefix, history, tools=tools, template_kwargs=template_kwargs
-                )
+                self._check_prefix(self.model.tokenizer, given, history, new)
             return new, history
         if self.model.tokenizer is not None and self.model.tokenizer.proof is None:
             raise NotReady(
@@ -165,6 +158,14 @@ class GivenPrompt:
                 code="template_unproved",
             )
         return new, None
+
+    def _check_prefix(
+        self, tokenizer: ChatTokenizer, given: GivenIds, history: Messages, new: Messages
+    ) -> None:
+        """Check that the given ids are those of the history. Raises PrefixMismatch, BadRequest."""
+        prefix, rendering = in_vocabulary(given.raw, tokenizer, given.field), self.request.rendering
+        tools, template_kwargs = rendering.parse_tools(), rendering.parse_template_kwargs()
+        check_history(tokenizer, prefix, history, new, tools=tools, template_kwargs=template_kwargs)
 
     async def _place(self, prompt: bytes, claims: Claims, images: Sequence[PromptImage] = ()) -> PromptPlan:
         """Find where to record the turn of a request with given ids.
@@ -208,6 +209,8 @@ class GivenPrompt:
                 raise no_images(request.given.field if request.given else "messages")
             parent = turns[0] if turns else None
             first_new = conversation.ends[0] + 1 if whole and conversation.ends else 0
+            if request.given is not None and request.given.is_prefix:
+                first_new = request.given.first
         return replace(
             plan,
             parent=parent,

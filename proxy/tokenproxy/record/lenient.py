@@ -69,8 +69,9 @@ def messages_after(
     new, history = conversation.parse(end + 1), conversation.raws[: end + 1]
     if recorded:
         history = [*history[:-1], msgspec.Raw(recorded)]
-        renamed = dict(zip(conversation.messages[end].message.call_ids, turn.call_ids, strict=False))
+        pairs = zip(conversation.messages[end].message.call_ids, turn.call_ids, strict=False)
+        renamed = {sent: own for sent, own in pairs if isinstance(sent, str)}
         for message in new:
-            if message.get("tool_call_id") in renamed:
-                message["tool_call_id"] = renamed[message["tool_call_id"]]
+            if isinstance(called := message.get("tool_call_id"), str):
+                message["tool_call_id"] = renamed.get(called, called)
     return new, LazyMessages(history)

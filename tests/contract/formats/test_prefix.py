@@ -119,3 +119,42 @@ def test_wrong_histories(
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, param), response.text
     assert (error["code"] == "prefix_mismatch") is (first is not ASKED)
+
+
+def test_all_messages_after_the_prefix_are_recorded(talk: Make) -> None:
+    made = talk(headers={"x-session-id": "of-a-prefix"})
+    made.ask(reply=Reply(SPLIT))
+    turn = {
+        **made.messages[-1],
+        "prompt_token_ids": made.ids[: -len(SPLIT)],
+        "generation_token_ids": [*SPLIT],
+    }
+    new = [user("b"), {"role": "assistant", "content": "own"}, user("c")]
+    made.messages[-1:] = [{**turn, "content": "edited words"}]
+    made.ask(*new, reply=Reply(SPLIT))
+    [sample] = made.client.get("/v1/sessions/of-a-prefix/samples").json()["samples"]
+    assert [each["content"] for each in sample["messages"][1:]] == ["hello", "b", "own", "c", "hello"]
+
+
+_ODD = pytest.mark.parametrize(
+    "odd", [True, 1, "x", [1], [{}], {"a": 1}, [None], [{"type": "other"}]], ids=str
+)
+
+
+@_ODD
+def test_calls_of_a_user_are_none(client: httpx.Client, tiny_model: TinyModel, odd: Any) -> None:
+    request = {"messages": [*_HISTORY, {**user("more"), "tool_calls": odd}]}
+    prefix = [*tiny_model.render(_HISTORY[:1]), *SPLIT]
+    assert client.post("/tokenize", json={**request, _FIELD: prefix}).status_code == 200
+
+
+@pytest.mark.parametrize("odd", [None, ["a"], {"a": 1}, 5], ids=str)
+def test_a_call_with_an_odd_id(talk: Make, odd: Any) -> None:
+    made = talk()
+    call = {"id": "call_abc", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    made.ask(reply=Reply(SPLIT, message={"content": None, "tool_calls": [call]}, finish="tool_calls"))
+    made.messages[-1]["tool_calls"][0]["id"] = odd
+    made.ask({"role": "tool", "tool_call_id": odd, "content": "r"})
+    without = {"role": "assistant", "content": None, "tool_calls": [{**call, "id": None}]}
+    answer = made.client.post(CHAT, json={"messages": [user("Hi"), without, user("more")]})
+    assert answer.status_code == 200

@@ -1,6 +1,7 @@
 """Ids are those of a history if they hold the texts that no model sampled, in order."""
 
 import unicodedata
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ def _ids(tokenizer: ChatTokenizer, history: list[dict[str, Any]]) -> list[int]:
 
 def test_the_own_ids_of_a_history(tokenizer: ChatTokenizer) -> None:
     for end in range(3, len(_HISTORY) + 1):
-        check_history(tokenizer, _ids(tokenizer, _HISTORY[:end]), _HISTORY[:end])
+        check_history(tokenizer, _ids(tokenizer, _HISTORY[:end]), _HISTORY[:end], [user("more")])
 
 
 @pytest.mark.parametrize("edited", [0, 1, 3, 5])
@@ -49,10 +50,37 @@ def test_an_edited_text(tokenizer: ChatTokenizer, edited: int) -> None:
     history = list(_HISTORY)
     history[edited] = {**history[edited], "content": "I SAID ANOTHER THING"}
     with pytest.raises(PrefixMismatch, match=rf"messages\[{edited}\]"):
-        check_history(tokenizer, _ids(tokenizer, _HISTORY), history)
+        check_history(tokenizer, _ids(tokenizer, _HISTORY), history, [user("more")])
 
 
 def test_texts_in_another_order(tokenizer: ChatTokenizer) -> None:
     history = [user("FIRST"), _ONE, user("SECOND"), _ONE]
     with pytest.raises(PrefixMismatch):
-        check_history(tokenizer, _ids(tokenizer, history), [*history[2:], *history[:2]])
+        check_history(tokenizer, _ids(tokenizer, history), [*history[2:], *history[:2]], [user("more")])
+
+
+def test_ids_of_an_earlier_turn(tmp_path: Path) -> None:
+    """Where a result says nothing, the number of turns tells."""
+    tokenizer = ChatTokenizer.load(make_tiny_model(tmp_path, chatml()).folder)
+    history = [*_HISTORY[:5], {**_RESULT, "content": ""}, _HISTORY[-1]]
+    with pytest.raises(PrefixMismatch, match="turns"):
+        check_history(tokenizer, _ids(tokenizer, history[:5]), history, [user("more")])
+
+
+def test_a_text_that_the_template_escapes(tmp_path: Path) -> None:
+    template = chatml("{{ '<|im_start|>' + m.role + '\\n' + m.content | tojson + '<|im_end|>\\n' }}")
+    tokenizer = ChatTokenizer.load(make_tiny_model(tmp_path, template).folder)
+    history = [user('Say "hi"\nand ü'), _ONE]
+    check_history(tokenizer, _ids(tokenizer, history), history, [user("more")])
+    with pytest.raises(PrefixMismatch):
+        check_history(tokenizer, _ids(tokenizer, history), [user('Say "ho"\nand ü'), _ONE], [user("more")])
+
+
+def test_a_template_that_refuses_a_conversation_that_ends_with_an_answer(tmp_path: Path) -> None:
+    refuse = "{% if messages[-1].role == 'assistant' %}{{ raise_exception('no') }}{% endif %}"
+    tokenizer = ChatTokenizer.load(make_tiny_model(tmp_path, refuse + chatml()).folder)
+    history = [user("Hi there"), _ONE]
+    prompt = tokenizer.text(history[:1]) + "6789<|im_end|>"
+    check_history(tokenizer, tokenizer.encode(prompt), history, [user("more")])
+    with pytest.raises(PrefixMismatch):
+        check_history(tokenizer, tokenizer.encode(prompt), [user("Ho there"), _ONE], [user("more")])
