@@ -209,8 +209,8 @@ class GivenPrompt:
                 raise no_images(request.given.field if request.given else "messages")
             parent = turns[0] if turns else None
             first_new = conversation.ends[0] + 1 if whole and conversation.ends else 0
-            if request.given is not None and request.given.is_prefix:
-                first_new = request.given.first
+            if whole and request.append is not None:  # an assistant message may be among those to append
+                first_new = len(conversation.messages) - len(_split(request.append))
         return replace(
             plan,
             parent=parent,

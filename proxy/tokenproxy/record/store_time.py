@@ -30,9 +30,9 @@ _of_request: ContextVar["StoreTime | None"] = ContextVar("store_time", default=N
 class StoreTime:
     """The remaining time of a request. In a `with`, of the block and of the tasks that it creates.
 
-    What an inner block uses before it fails is also used of the outer one: a request waits no longer for a
-    store that does not respond. Reads that are answered are free, because a turn that goes on after many
-    breaks reads at each of them.
+    Time that an inner block used before it failed is subtracted from the outer one too: a request waits once
+    for a store that does not respond. If the store answers, nothing is subtracted: a turn that goes on after
+    many breaks reads at each of them.
     """
 
     __slots__ = ("_before", "_outer", "_seconds", "left")
@@ -41,7 +41,7 @@ class StoreTime:
         self.left = self._seconds = seconds
 
     def renew(self) -> None:
-        """Give it all its time again."""
+        """Reset it to the seconds that it began with."""
         self.left = max(self.left, self._seconds)
 
     def __enter__(self) -> None:
@@ -62,7 +62,7 @@ def add_store_time(seconds: float) -> None:
 
 
 def renew_store_time() -> None:
-    """Give the request of the current block its whole time again, because it goes on after a break."""
+    """Reset the remaining time of the request of the current block, whose turn goes on after a break."""
     limit = _of_request.get()
     if limit is not None:
         limit.renew()

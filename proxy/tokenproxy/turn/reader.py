@@ -193,7 +193,7 @@ class CompletionReader:
         return found
 
     def drop_facts(self) -> None:
-        """Forget the facts that choices lose because another engine goes on with them."""
+        """Drop the facts of choices that another engine continues, if a turn of two segments has none."""
         for choice in self._choices.values():
             if not choice.closed:
                 choice.drop_facts()

@@ -1,4 +1,4 @@
-"""What is told of a turn's prompt: headers, metrics, attributes of spans, fields of the access log."""
+"""Reports of a turn's prompt: headers, metrics, attributes of spans, fields of the access log."""
 
 from tokenproxy.base.fields import raw_value
 from tokenproxy.base.http import Response
@@ -58,20 +58,20 @@ def report(plan: PromptPlan, response: Response, metrics: Metrics) -> None:
             counter = metrics.reused_ids if prompt.source is Source.EXTENDED else metrics.given_ids
             counter.inc(prompt.reused)
             metrics.appended_ids.inc(prompt.appended)
-    exchange, told = running_exchange(), _described(plan)
+    exchange, described = running_exchange(), _described(plan)
     if exchange is not None and exchange.noting:
-        exchange.note(told)
+        exchange.note(described)
     if response.status >= 400:
         return
     candidates = plan.match.candidates
     headers = {
-        b"x-prompt-source": told["source"],
-        b"x-prompt-reused": told["reused"] or 0,
-        b"x-prompt-appended": told["appended"],
-        b"x-prompt-reason": told["reason"],
+        b"x-prompt-source": described["source"],
+        b"x-prompt-reused": described["reused"] or 0,
+        b"x-prompt-appended": described["appended"],
+        b"x-prompt-reason": described["reason"],
         b"x-prompt-candidates": candidates if candidates > 1 else None,
-        b"x-session-id": told["session"],
-        b"x-turn-id": told["turn"],
+        b"x-session-id": described["session"],
+        b"x-turn-id": described["turn"],
     }
     # an engine that is a tokenproxy itself has set these headers for its own prompt
     response.headers = [pair for pair in response.headers if pair[0] not in headers]

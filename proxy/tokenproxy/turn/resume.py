@@ -227,7 +227,7 @@ class Resume:
     async def _was_asked(self) -> bool:
         """Whether somebody asked for an abort since the turn was sent the last time, or nothing tells."""
         for _ in range(_READS):
-            renew_store_time()  # it may go on for minutes, and waits for each read as another request would
+            renew_store_time()  # a turn may run for minutes: each read may wait as long as a new request
             if await self._weights.refresh():
                 return self._weights.state.aborts != self._turn.aborts
             await asyncio.sleep(_RETRY_S)

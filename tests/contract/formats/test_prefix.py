@@ -136,6 +136,18 @@ def test_all_messages_after_the_prefix_are_recorded(talk: Make) -> None:
     assert [each["content"] for each in sample["messages"][1:]] == ["hello", "b", "own", "c", "hello"]
 
 
+def test_all_appended_messages_are_recorded(talk: Make) -> None:
+    """The same on the token route."""
+    made = talk(headers={"x-session-id": "of-given-ids"})
+    made.ask(reply=Reply(SPLIT))
+    new = [user("b"), {"role": "assistant", "content": "own"}, user("c")]
+    said = [made.messages[0], {**made.messages[1], "content": "edited words"}]
+    body = {"prompt_ids": made.ids, "messages": said, "append_messages": new}
+    assert made.client.post(f"{CHAT}/tokens", json=body, headers=made.headers).status_code == 200
+    [sample] = made.client.get("/v1/sessions/of-given-ids/samples").json()["samples"]
+    assert [each["content"] for each in sample["messages"][1:]] == ["hello", "b", "own", "c", "hi"]
+
+
 _ODD = pytest.mark.parametrize(
     "odd", [True, 1, "x", [1], [{}], {"a": 1}, [None], [{"type": "other"}]], ids=str
 )

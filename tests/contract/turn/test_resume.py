@@ -113,11 +113,14 @@ def test_an_abort_goes_on_only_where_that_is_set(tiny_model: TinyModel, variant:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_turn_of_two_engines_has_no_experts(tiny_model: TinyModel, stream: bool, reported_by: int) -> None:
     """Each engine reports its own, vLLM with the end; what the first one reported is not that of the turn."""
+
+    def experts_of(ids: list[int]) -> str | None:
+        return None if stream and SPLIT[reported_by - 1] not in ids else "AAAA"
+
     with _two(tiny_model, Variant.CHAT, resume="all") as two:
         two.script(Reply(ids=SPLIT[:3], finish="abort"), Reply(ids=SPLIT[3:]))
         for engine in two.engines:
-            reports = lambda ids: "AAAA" if stream is False or SPLIT[reported_by - 1] in ids else None  # noqa: E731
-            engine.facts = {("routed_experts", "return_token_ids"): reports}
+            engine.facts = {("routed_experts", "return_token_ids"): experts_of}
         body = {"messages": [user("Hi")], "stream": stream, **_EVIDENCE}
         answer = two.client.post(CHAT, json=body, headers={"x-session-id": "s"})
         assert reported_by == 1 or "AAAA" not in answer.text
